@@ -25,7 +25,7 @@ if __name__ == "__main__":
     process.imports_begin()  # the imports below take seconds
 
 from megatron_collab import patches
-from megatron_collab.config import EvaluateConfig
+from megatron_collab.config import EvaluateConfig, run_record
 from megatron_collab.launch import evaluation, inherited, inputs, prepare, program
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 
@@ -58,7 +58,7 @@ def evaluate(
     with Session(serving) as session:
         servers = session.enter(Servers(spec.play, spec.serving))
         session.enter(connected(serving.launch))
-        run = session.enter(RunFolder(config, start=step, steps=step))
+        run = session.enter(RunFolder(run_record(config), start=step, steps=step))
         serve = partial(servers.serve_loaded, version=step)
         lead = Lead.standalone(servers, step)
         evaluator = (evaluator_class or Evaluator)(spec.play, spec.data, run, serve, lead)

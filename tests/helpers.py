@@ -15,13 +15,14 @@ import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from megatron_collab.config import CallConfig, Config, ConfigError
+from megatron_collab.config import CallConfig, Config
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.validate import load
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import hf_shapes
 from megatron_collab.runtime.network import bindable
+from megatron_collab.settings import ConfigError
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import AllOptions, declared
+from megatron_collab.config import AllOptions
+from megatron_collab.settings import declared
 
 ROOT = Path(__file__).resolve().parents[1]
 # Pronouns, participles and the like: they name no value.

@@ -52,29 +52,6 @@ LAZY = {
     "user_logs.command": "answers --help and wrong arguments before LiteLLM and Presidio are imported",
 }
 
-# Rooms that take values, made of the settings in launch/, and the groups of settings that each uses whole. None takes
-# the whole Config of a training.
-TAKE_VALUES: dict[str, tuple[str, ...]] = {
-    "inference": (),
-    "checkpoint": ("LoraConfig",),
-    "llm": ("EndpointConfig", "LlmConfig"),
-    "data": ("AssistantConfig", "SamplingConfig"),
-    "reward": ("EndpointConfig", "LlmConfig", "ServedConfig"),
-    "algo": ("AlgoConfig", "RewardConfig", "TeacherConfig", "TrainingRewardConfig", "TrainingRolloutConfig"),
-    "models": ("LoraConfig", "ParallelConfig", "TrainingModelConfig"),
-    "observability": ("PlayConfig", "TrainConfig"),  # run.dir records all settings
-    "rollout": (
-        *("AssistantConfig", "EndpointConfig", "LlmConfig", "RolloutConfig", "SamplingConfig", "TeacherConfig"),
-        *("TrainConfig", "UserConfig"),
-    ),
-    "runtime": ("ParallelConfig", "TrainingModelConfig"),
-    "trainer": (
-        *("AlgoConfig", "DpoConfig", "LaunchConfig", "LoraConfig", "OptimConfig", "ParallelConfig", "SamplingConfig"),
-        *("TrainConfig", "TrainingLaunchConfig", "TrainingModelConfig"),
-    ),
-    "weight_sync": ("PublishConfig",),
-}
-
 # Functions that read settings, and the modules that call each: one makes the frozen value, which all others take.
 # The reasons are those of the further modules.
 READS_SETTINGS = {
@@ -191,23 +168,6 @@ def test_imports_of_the_package_are_at_the_top() -> None:
     hidden = [f"{name}: {', '.join(sorted(lazy))}" for name, lazy in lazy_imports.items() if lazy and name not in LAZY]
     assert not hidden, "\n".join(hidden)
     assert all(lazy_imports[name] for name in LAZY), "an exception that is no longer needed"
-
-
-@pytest.mark.seconds
-def test_rooms_that_take_values_import_no_settings() -> None:
-    """Neither a module that has them nor classes of settings, but those that a room uses whole; checks may be."""
-    settings = re.compile(rf"{PACKAGE}\.config(\.schema|(\.\w+)*\.\w*Config)?")
-    imported = [
-        f"{name}: {path}"
-        for name, tree in modules()
-        if (room := name.partition(".")[0]) in TAKE_VALUES
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for alias in node.names
-        if alias.name not in TAKE_VALUES[room]
-        if settings.fullmatch(path := ".".join(filter(None, (getattr(node, "module", ""), alias.name))))
-    ]
-    assert not imported, "\n".join(imported)
 
 
 @pytest.mark.seconds

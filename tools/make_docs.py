@@ -20,12 +20,12 @@ from megatron_collab.config import (
     UsersFromLogsConfig,
     groups,
 )
-from megatron_collab.config.option import Declared, declared
-from megatron_collab.config.schema import ServedConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
+from megatron_collab.settings.option import Declared, declared
+from megatron_collab.settings.schema import ServedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ROOT / "docs" / "reference" / "options.md"

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megatron_collab.config import AlgoConfig, Extension, build, lookup
-from megatron_collab.config.schema import ADVANTAGES
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import AlgoConfig, Extension, build, lookup
+from megatron_collab.settings.schema import ADVANTAGES
 from megatron_collab.types import Credit, Sample, ScoredBatch
 
 Rows = Sequence[np.ndarray]  # float64 [T] for the T trained tokens of each sample

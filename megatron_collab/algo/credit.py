@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_collab.algo.advantages import advantage_class, decoupled
 from megatron_collab.algo.turn_credit import Episode, Share, make_turn_credit
-from megatron_collab.config import AlgoConfig, RewardConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import AlgoConfig, RewardConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.types import Credit, Future, Group, Missing, Reward, Rollout, Sample, Task, Turn
 
 RewardFormula = Callable[[Sequence[Future]], Reward]  # the reward of a turn from its scored futures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from megatron_collab.config import Extension
+from megatron_collab.settings import Extension
 
 if TYPE_CHECKING:
     from torch import Tensor

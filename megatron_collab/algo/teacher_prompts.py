@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_collab.algo.credit import sample as make_sample
-from megatron_collab.config import Prompt, read_prompt
-from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data.chat_template import ChatRenderer
+from megatron_collab.settings import Prompt, read_prompt
+from megatron_collab.settings.schema import TeacherConfig
 from megatron_collab.types import Conversation, Group, Message, Sample, Task, Turn
 
 CONTEXT = "algo.teacher.context"

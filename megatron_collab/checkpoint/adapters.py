@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_collab.checkpoint.hf import HFTensors
 from megatron_collab.checkpoint.stored import StoredWeights
-from megatron_collab.config import ConfigError, LoraConfig
 from megatron_collab.models import lora as plan
 from megatron_collab.models.hf_to_megatron import ModelShape, Shape, shard_shape, table
 from megatron_collab.models.lora import Blocks
+from megatron_collab.settings import ConfigError, LoraConfig
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of tensor names in a PEFT folder

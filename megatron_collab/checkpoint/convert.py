@@ -27,11 +27,11 @@ from megatron_collab.checkpoint.adapters import StoredAdapters, write_peft
 from megatron_collab.checkpoint.hf import HFTensors
 from megatron_collab.checkpoint.stored import FUSED, METADATA, Location, StoredWeights, locate
 from megatron_collab.checkpoint.torch_dist import SaveItems, write_item
-from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, TensorCut, WeightEntry
 from megatron_collab.models.lora import from_state
 from megatron_collab.runtime.screen import phase, progress
+from megatron_collab.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 

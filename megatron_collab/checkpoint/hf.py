@@ -23,13 +23,13 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from megatron_collab.config import ConfigError
-from megatron_collab.config.documents import parse_settings
 from megatron_collab.models import hf_config, hf_to_megatron, hf_weights
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
 from megatron_collab.models.hf_weights import INDEX, SINGLE
 from megatron_collab.runtime.files import read_text, writing
 from megatron_collab.runtime.process import beat
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.documents import parse_settings
 
 FILE_BYTES = 4 << 30
 _WEIGHT_FILE = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack|index\.json)$")

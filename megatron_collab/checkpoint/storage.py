@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import ConfigError, require
-from megatron_collab.config.documents import parse_json
 from megatron_collab.runtime.files import replace
 from megatron_collab.runtime.process import BEST, beat
+from megatron_collab.settings import ConfigError, require
+from megatron_collab.settings.documents import parse_json
 
 LATEST = "latest"
 STATE = "state.json"

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_collab.config import ConfigError
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, Shape
+from megatron_collab.settings import ConfigError
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint: the file and offset of each tensor
 FUSED = {norm: fused for fused, norm in hf_to_megatron.FUSED_NAMES.items()}

@@ -78,7 +78,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     os.environ |= network.without_proxy()
     os.environ.setdefault(*COMPILE_CACHE)  # before a command imports torch
     try:
-        from megatron_collab.config import ConfigError, nearest, require
+        from megatron_collab.settings import ConfigError, nearest, require
 
         require(name in COMMANDS, f"no command {name!r}{nearest(name, COMMANDS)} (all commands: --help)")
         command = import_module(SATELLITES.get(name, f"megatron_collab.commands.{name.replace('-', '_')}"))

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("give --model HF to convert a checkpoint, or --to-megatron to convert a Hugging Face folder")
     if options.peft and options.to_megatron:
         parser.error("--peft writes the adapters of a checkpoint; remove --to-megatron")
-    from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path
+    from megatron_collab.settings import WRITTEN_FOLDER, ConfigError, check_path
 
     check_path("OUT", options.out, WRITTEN_FOLDER)  # before imports that take seconds
     import torch

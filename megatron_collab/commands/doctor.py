@@ -42,11 +42,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab import patches
 from megatron_collab.commands import SAMPLE_TOKENS, ArgumentParser, positive
-from megatron_collab.config import Config, ConfigError, EndpointConfig, UserConfig
-from megatron_collab.config.schema import JSON
+from megatron_collab.config import Config
 from megatron_collab.planning import GPU_GIB
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.runtime.console import show
+from megatron_collab.settings import ConfigError, EndpointConfig, UserConfig
+from megatron_collab.settings.schema import JSON
 from megatron_collab.types import Message, Task
 
 if TYPE_CHECKING:

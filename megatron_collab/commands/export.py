@@ -17,13 +17,13 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import WRITTEN_FILE, check_path, require
 from megatron_collab.data.pairs import pair
 from megatron_collab.observability import evaluations, ratings, transcripts
 from megatron_collab.observability.transcripts import Row
 from megatron_collab.runtime import screen
 from megatron_collab.runtime.files import draft_of, irregular
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import WRITTEN_FILE, check_path, require
 
 _MOST_FAULTS = 5  # in a warning
 

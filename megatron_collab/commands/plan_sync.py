@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import require
 from megatron_collab.planning import h100
+from megatron_collab.settings import require
 
 GB, MIB = 1e9, 1 << 20
 BANDWIDTHS = [rate / GB for rate in (h100.COPY, h100.NODE, h100.NETWORK)]

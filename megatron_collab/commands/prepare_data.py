@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, read_prompt, require
 from megatron_collab.launch.prompts import try_prompt
 from megatron_collab.runtime.console import show
+from megatron_collab.settings import WRITTEN_FOLDER, ConfigError, check_path, read_prompt, require
 
 SUMMARY = "summary.json"
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import WRITTEN_FOLDER, check_path
+from megatron_collab.settings import WRITTEN_FOLDER, check_path
 
 
 def main(arguments: Sequence[str]) -> int:

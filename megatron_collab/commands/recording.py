@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, require
 from megatron_collab.runtime.console import show
 from megatron_collab.runtime.redact import HIDDEN, redact
+from megatron_collab.settings import WRITTEN_FOLDER, ConfigError, check_path, require
 
 if TYPE_CHECKING:
     from megatron_collab.llm.recording import Call, Recording

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import require
 from megatron_collab.observability import evaluations, report
+from megatron_collab.settings import require
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_collab.config import Config, require
+from megatron_collab.config import Config
 from megatron_collab.launch.servers import idle_gpus
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import h100
@@ -14,6 +14,7 @@ from megatron_collab.planning.layouts import UNCOUNTED, Layout, fastest_layouts,
 from megatron_collab.planning.memory import GIB, host_memory, peak, plan_memory, read_run
 from megatron_collab.planning.step_time import StepTime, step_samples, step_time
 from megatron_collab.runtime.console import show
+from megatron_collab.settings import require
 
 _COUNT = 5  # layouts that a search prints
 _FASTER = 0.95  # a plan names another layout if its step takes at most this part of the time

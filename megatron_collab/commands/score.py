@@ -25,19 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_collab import statistics
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import (
-    WRITTEN_FILE,
-    ConfigError,
-    PlayConfig,
-    check_path,
-    check_written,
-    compose_program,
-    groups,
-    nearest,
-    recorded_values,
-    require,
-)
+from megatron_collab.config import PlayConfig, compose_program, groups, recorded_values
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
+from megatron_collab.settings import WRITTEN_FILE, ConfigError, check_path, check_written, nearest, require
 
 if TYPE_CHECKING:
     from megatron_collab.reward.metrics import ScoredMetric

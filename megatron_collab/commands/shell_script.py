@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_collab.config import require
+from megatron_collab.settings import require
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _DOLLAR = "\x00"  # a dollar sign that names no variable

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab.commands.shell_script import UNKNOWN, commands
-from megatron_collab.config import ConfigError, compose_program, require
-from megatron_collab.config.documents import parse_json, parse_yaml
-from megatron_collab.config.load import leaves
-from megatron_collab.config.option import declared
+from megatron_collab.config import compose_program
 from megatron_collab.config.peers import NO, NOT_NEEDED, System, SystemProgram, Target, normal, systems
 from megatron_collab.config.programs import AllOptions, BuildDatasetConfig, Config, EvaluateConfig
 from megatron_collab.launch import validate
 from megatron_collab.runtime.console import show
+from megatron_collab.settings import ConfigError, require
+from megatron_collab.settings.documents import parse_json, parse_yaml
+from megatron_collab.settings.option import declared
+from megatron_collab.settings.values import leaves
 
 _LONGEST, _MOST_OPTIONS = 1 << 18, 10_000  # bytes of a file, and options in it
 _PROGRAMS = {"train": Config, "evaluate": EvaluateConfig, "build-dataset": BuildDatasetConfig}

@@ -6,37 +6,33 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config.documents import parse_json
-from megatron_collab.config.load import leaves
-from megatron_collab.config.option import declared, require
 from megatron_collab.config.programs import Config, PlayConfig
-from megatron_collab.config.schema import ServedConfig
+from megatron_collab.observability.run_record import SETTINGS, Change, RunRecord
+from megatron_collab.settings.documents import parse_json
+from megatron_collab.settings.option import declared, require
+from megatron_collab.settings.schema import ServedConfig
+from megatron_collab.settings.values import leaves
 
 # Earlier versions located every metric by its name alone; their runs resume with the same metric from another module.
 _METRIC_BY_NAME = re.compile(r"reward\.metrics\.\w+\.metric")
 _OF_USERS = re.compile(r"^users\.[^.]+\.")
 _OF_ASSISTANTS = re.compile(r"^build\.assistants\.[^.]+\.")
 _OF_SERVERS = re.compile(r"^servers\.[^.]+\.")
-SETTINGS = "config.json"  # in run.dir: the settings of the run's last start
 _PROGRAM = "program"  # its key for the program, missing in earlier versions
-
-
-class Change(NamedTuple):
-    """A changed setting; `allowed` if the change extends the run or does not affect its results."""
-
-    setting: str
-    before: Any
-    after: Any
-    allowed: bool
 
 
 def recorded(config: PlayConfig) -> dict[str, Any]:
     """The content of SETTINGS: program and settings."""
     return {_PROGRAM: config.program, **asdict(config)}
+
+
+def run_record(config: PlayConfig) -> RunRecord:
+    """What the folder run.dir records of a start with these settings. Raises ConfigError as `changes`."""
+    return RunRecord(config.run, recorded(config), changes(config))
 
 
 def read_settings(run_dir: Path) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ of a second; the settings of the command line are merged into a copy. A program 
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import re
@@ -28,10 +27,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from megatron_collab.config import peers
-from megatron_collab.config.documents import DEPTH, nesting
-from megatron_collab.config.hint import nearest
-from megatron_collab.config.option import ConfigError, check_declared, declared, require
 from megatron_collab.config.programs import AllOptions, CallConfig, Config
+from megatron_collab.settings.documents import DEPTH, nesting
+from megatron_collab.settings.hint import nearest
+from megatron_collab.settings.option import ConfigError, check_declared, declared, require
+from megatron_collab.settings.values import leaves
 
 # Inside the package if installed from a wheel, beside it in a checkout.
 _FOLDERS = [folder / "conf" for folder in Path(__file__).resolve().parents[1:3]]
@@ -117,37 +117,6 @@ def groups() -> dict[str, list[str]]:
     for file in sorted(CONF.glob("*/*.yaml")):
         names.setdefault(file.parent.name, []).append(file.stem)
     return names
-
-
-def build[Options](kind: type[Options], values: Mapping[str, Any], prefix: str) -> Options:
-    """An instance of `kind`, a dataclass of options, with `values`; messages call a setting `prefix` plus its name.
-
-    Raises ConfigError for an unknown setting, a value of the wrong type, or one that its declaration rejects.
-    """
-    names = [spec.name for spec in fields(kind)]  # type: ignore[arg-type]  # a dataclass
-    options_class: type = kind
-    node = copy.deepcopy(_default_node(options_class))
-    for name, value in values.items():
-        available = f"there are {', '.join(names) or 'none'}"
-        require(name in names, f"{prefix}{name}: no such setting{nearest(name, names)}; {available}")
-        try:
-            node[name] = value
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{prefix}{name}={value}: {str(error).splitlines()[0]}") from error
-    try:
-        options: Any = OmegaConf.to_object(node)
-    except ValueError as error:  # of its __post_init__
-        raise ConfigError(f"{prefix.removesuffix('.')}: {error}") from error
-    check_declared(options, prefix)
-    return options
-
-
-@lru_cache(maxsize=64)
-def _default_node(kind: type) -> DictConfig:
-    """The node of a dataclass with its defaults, to be copied, which takes a quarter of the time of making it."""
-    node: DictConfig = OmegaConf.structured(kind)
-    OmegaConf.set_readonly(node, False)  # the node of a frozen dataclass is read-only
-    return node
 
 
 # Path of a file under conf/, time of its last change in nanoseconds, size in bytes.
@@ -368,12 +337,3 @@ def _nearest_option(name: str) -> str:
         with_entries = [option for option, default, _ in declared(AllOptions) if isinstance(default, dict)]
         return nearest(name, [*names, *groups()]) or nearest(group, with_entries)
     return f"{nearest(last, members, f'{group}.')}; {group} has {', '.join(members)}"
-
-
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a nested dict; an empty dict is a value."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megatron_collab.config import schema
-from megatron_collab.config.option import option
+from megatron_collab.settings import schema
+from megatron_collab.settings.option import option
 
 
 @dataclass

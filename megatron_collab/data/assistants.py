@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from megatron_collab.config import build, require
-from megatron_collab.config.schema import AssistantConfig
+from megatron_collab.settings import build, require
+from megatron_collab.settings.schema import AssistantConfig
 
 POLICY = "policy"  # model.path
 _SETTINGS = tuple(spec.name for spec in fields(AssistantConfig))

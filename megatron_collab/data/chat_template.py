@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megatron_collab import patches
-from megatron_collab.config import SamplingConfig, nearest, read_prompt, require
-from megatron_collab.config.bounded_jinja import BoundedTemplate, TemplateLimit, bounded
 from megatron_collab.data.control_tokens import any_of, cut, split
 from megatron_collab.runtime import hub
+from megatron_collab.settings import SamplingConfig, nearest, read_prompt, require
+from megatron_collab.settings.bounded_jinja import BoundedTemplate, TemplateLimit, bounded
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, Turn, visible
 
 if TYPE_CHECKING:

@@ -18,8 +18,6 @@ import numpy as np
 from filelock import FileLock
 
 from megatron_collab import __version__
-from megatron_collab.config import nearest, require
-from megatron_collab.config.documents import parse_settings
 from megatron_collab.data.candidates import pairs_of_candidates
 from megatron_collab.data.chat_template import ChatRenderer, tokenizer_files
 from megatron_collab.data.evaluation import EvaluationSet
@@ -35,6 +33,8 @@ from megatron_collab.data.spec import DataSpec
 from megatron_collab.data.survey import Survey, TaskRequirements, survey
 from megatron_collab.runtime import files, hub
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import nearest, require
+from megatron_collab.settings.documents import parse_settings
 from megatron_collab.types import Batch, Message, Sample, Task
 
 __all__ = ["TaskReader"]  # the interface for extensions

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megatron_collab.config import option, require
 from megatron_collab.data.sources import Source, sources
+from megatron_collab.settings import option, require
 
 _NAME = re.compile(r"[\w.-]+")  # part of the names of files and metrics
 _NOT_IN_NAME = re.compile(r"[^\w.-]+")

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_collab.config import ConfigError, Extension, make, nearest, require
 from megatron_collab.data.formats import FORMATS, Use, natural_use, recognize
 from megatron_collab.data.messages import Unfit, unread_parts
 from megatron_collab.data.readers import checked_task, unread_metadata, with_metadata
@@ -20,6 +19,7 @@ from megatron_collab.data.rows import open_rows
 from megatron_collab.data.sources import Source
 from megatron_collab.runtime import files, hub, screen
 from megatron_collab.runtime.trial import TrialError, run_trial
+from megatron_collab.settings import ConfigError, Extension, make, nearest, require
 from megatron_collab.types import Message, Task
 
 _Read = TypeVar("_Read")

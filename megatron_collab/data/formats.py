@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from megatron_collab.config import nearest, require
 from megatron_collab.data import code_readers, pairs, readers
 from megatron_collab.data.messages import Messages, Row
 from megatron_collab.data.pairs import Pair
 from megatron_collab.data.readers import Candidate
+from megatron_collab.settings import nearest, require
 from megatron_collab.types import Task
 
 Use = Literal["task", "conversation", "pair"]  # what rows are read as: for rl, sft, dpo

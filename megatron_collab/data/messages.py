@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_collab.config.documents import parse_json
 from megatron_collab.data.parsing import json_in
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Message, ToolCall
 
 Row = Mapping[str, Any]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_collab.config import require
 from megatron_collab.data.sources import TrainingSource
+from megatron_collab.settings import require
 
 _WINDOW = 1024  # positions computed together
 

@@ -20,9 +20,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_collab.config.documents import DEPTH, TooDeep, is_too_deep, parse_json
 from megatron_collab.data.packing import CUT, content, kind_of, misnamed, suffix_of
 from megatron_collab.runtime import files
+from megatron_collab.settings.documents import DEPTH, TooDeep, is_too_deep, parse_json
 
 ROW_BYTES = 64 << 20  # maximum length of a row
 NAMED = 5  # maximum number of rows that a message names

@@ -13,13 +13,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import ConfigError, nearest, require
-from megatron_collab.config.documents import parse_settings, parse_yaml
 from megatron_collab.data.packing import COMPRESSED, KINDS, kind_of, suffix_of
 from megatron_collab.data.parsing import value_of
 from megatron_collab.data.sources import Source
 from megatron_collab.data.storing import StoredRows, stored_rows
 from megatron_collab.runtime import files, hub
+from megatron_collab.settings import ConfigError, nearest, require
+from megatron_collab.settings.documents import parse_settings, parse_yaml
 
 ALL = "all"  # in place of a split: all splits
 _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_collab.config import ConfigError, build, option, require
 from megatron_collab.data.packing import COMPRESSED, KINDS
 from megatron_collab.runtime import hub
+from megatron_collab.settings import ConfigError, build, option, require
 
 
 @dataclass(frozen=True)

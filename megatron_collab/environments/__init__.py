@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 from filelock import FileLock
 
-from megatron_collab.config import ConfigError, Extension, PlayConfig, lookup, make, require
-from megatron_collab.config.documents import parse_json
 from megatron_collab.runtime import files
+from megatron_collab.settings import ConfigError, Extension, lookup, make, require
+from megatron_collab.settings.documents import parse_json
+from megatron_collab.settings.schema import DataConfig
 from megatron_collab.types import Message
 
 WORLDS = {
@@ -71,20 +72,20 @@ def find_goal_check(name: str) -> GoalCheck | None:
     return lookup(name, "scripted", GOAL_CHECKS, GoalCheck) if name in GOAL_CHECKS else None
 
 
-def prepare(config: PlayConfig) -> None:
-    """Makes `data.world` in `data.dir` unless it exists; safe if several processes call it at once.
+def prepare(data: DataConfig, seed: int) -> None:
+    """Makes `data.world` in `data.dir`, from `seed`, unless it exists; safe if several processes call it at once.
 
     Raises ConfigError for an unknown world, or if `data.dir` is not set or holds another world; FileNotFoundError if
     the source of the world (`data.path`) does not exist.
     """
-    if config.data.world is None:
+    if data.world is None:
         return
-    name, options = config.data.world, config.data.world_options
+    name, options = data.world, data.world_options
     if name not in WORLDS:  # importing those takes seconds
         find_world(name)
-    require(config.data.dir is not None, "data.dir: not set; give the folder for data.world")
-    folder = Path(config.data.dir or "")
-    identity = {"world": name, "seed": config.run.seed} | ({"options": options} if options else {})
+    require(data.dir is not None, "data.dir: not set; give the folder for data.world")
+    folder = Path(data.dir or "")
+    identity = {"world": name, "seed": seed} | ({"options": options} if options else {})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not folder.exists():
@@ -93,7 +94,7 @@ def prepare(config: PlayConfig) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             try:
-                world.make(unfinished, config.run.seed, config.data.path)
+                world.make(unfinished, seed, data.path)
             except (OSError, ValueError):
                 raise
             except Exception as error:  # a user's world may raise anything
@@ -109,6 +110,6 @@ def prepare(config: PlayConfig) -> None:
     require(existing == identity, message)
 
 
-def result_names(config: PlayConfig) -> Mapping[str, str]:
+def result_names(data: DataConfig) -> Mapping[str, str]:
     """The metrics of the run's world, by their names in result.json."""
-    return find_world(config.data.world).result_names if config.data.world else {}
+    return find_world(data.world).result_names if data.world else {}

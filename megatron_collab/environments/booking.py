@@ -14,8 +14,8 @@ from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import ClassVar
 
-from megatron_collab.config.documents import parse_json
 from megatron_collab.environments import World
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.types import Message, Task
 
 USER = "scripted/booking"

@@ -16,7 +16,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_collab.config import option, require
 from megatron_collab.environments import World
 from megatron_collab.environments import desk_language as language
 from megatron_collab.environments.desk_behavior import DeskBehavior, random_part
@@ -25,6 +24,7 @@ from megatron_collab.environments.desk_model import DeskState
 from megatron_collab.environments.desk_optimum import Starts
 from megatron_collab.environments.desk_predictions import DeskSet, predicted_scores, solve, tables
 from megatron_collab.environments.desk_user import DeskGoal, draw, read_goal, reply, unknown
+from megatron_collab.settings import option, require
 from megatron_collab.types import Message, Task
 
 logger = logging.getLogger(__name__)

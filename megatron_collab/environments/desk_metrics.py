@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_collab.config import option
 from megatron_collab.environments import desk_language as language
 from megatron_collab.environments.desk import USER
 from megatron_collab.environments.desk_language import MODEL
 from megatron_collab.environments.desk_user import DeskGoal, chance_right, read_goal, unknown
 from megatron_collab.reward.metrics import Metric
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Score, Task
 
 

@@ -11,10 +11,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_collab.config.documents import parse_json
 from megatron_collab.environments import desk_language as language
 from megatron_collab.environments.desk_language import MODEL, VALUES, Kind
 from megatron_collab.environments.desk_model import CHANGES, FIRST, LEAVES, USERS, VAGUE, WRONG
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.types import Message
 
 FORM = (

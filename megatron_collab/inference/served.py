@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from megatron_collab.config import ConfigError
-from megatron_collab.config.documents import parse_json
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.runtime import files, hub
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.documents import parse_json
 
 _SCORES = ("ForRewardModel", "ForSequenceClassification")  # suffixes of architectures that return no text
 

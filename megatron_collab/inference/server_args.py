@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-from megatron_collab.config import nearest
+from megatron_collab.settings import nearest
 
 # Names of SGLang's arguments: the setting that decides them. GROUP stands for the server's group of settings.
 _BY_SETTING = {

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_collab.config import Config, PlayConfig, compose, compose_program, recorded_values, require
+from megatron_collab.config import Config, PlayConfig, compose, compose_program, recorded_values
 from megatron_collab.data.chat_template import PromptSpec
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.data.examples import RowFormat
 from megatron_collab.data.sources import TrainingSource, sources
 from megatron_collab.data.spec import DataSpec
+from megatron_collab.settings import require
 
 
 def data_spec(config: Config) -> DataSpec:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_collab import patches
-from megatron_collab.config import CallConfig, ConfigError, LlmConfig, UserConfig, nearest, require
+from megatron_collab.config import CallConfig
 from megatron_collab.inference.served import gives_text
 from megatron_collab.launch import server_specs
 from megatron_collab.llm import endpoint as endpoints
@@ -17,6 +17,7 @@ from megatron_collab.llm.recording import SUFFIX, Recording
 from megatron_collab.llm.tape import run_name
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.runtime.process import global_rank
+from megatron_collab.settings import ConfigError, LlmConfig, UserConfig, nearest, require
 
 logger = logging.getLogger(__name__)
 

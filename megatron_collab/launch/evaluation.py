@@ -13,17 +13,7 @@ from filelock import FileLock
 
 from megatron_collab import environments, patches
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import (
-    SETTINGS,
-    ConfigError,
-    EvaluateConfig,
-    ModelConfig,
-    SamplingConfig,
-    compose_program,
-    read_settings,
-    require,
-)
-from megatron_collab.config.extension import make_absolute
+from megatron_collab.config import EvaluateConfig, compose_program, read_settings
 from megatron_collab.data import sources
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.launch import endpoints, models, prepare, servers, tasks, validate
@@ -32,11 +22,14 @@ from megatron_collab.launch.extensions import check_extensions
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.observability import evaluations, records
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.task_requirements import requirements_at_start
 from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import ConfigError, ModelConfig, SamplingConfig, require
+from megatron_collab.settings.extension import make_absolute
 
 FOLDER = "hf"  # in run.dir: the evaluated checkpoint as a Hugging Face folder
 _FILE_BYTES = 5 * 10**9
@@ -121,7 +114,7 @@ def pin(config: EvaluateConfig, module: str) -> DataSpec:
     message = "contains a training run; give the evaluation another run.dir"
     require(not (run_dir / "metrics.jsonl").exists(), f"run.dir={run_dir}: {message}")
     try:
-        environments.prepare(config)
+        environments.prepare(config.data, config.run.seed)
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     sources.check_exists(evaluation_data(config).all_sets, "data.eval")

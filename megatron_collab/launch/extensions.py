@@ -17,8 +17,7 @@ from megatron_collab import patches
 from megatron_collab.algo.advantages import make_advantage
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import make_turn_credit
-from megatron_collab.config import Config, ConfigError, PlayConfig, RolloutConfig, build
-from megatron_collab.config.extension import load_module, make, modules, resolve, texts
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.data.examples import TaskReader
 from megatron_collab.environments import World
@@ -33,6 +32,8 @@ from megatron_collab.rollout.tools.toolbox import check_schema
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.side_loop import LateCall
 from megatron_collab.runtime.trial import Steps, TrialError, run_trial
+from megatron_collab.settings import ConfigError, RolloutConfig, build
+from megatron_collab.settings.extension import load_module, make, modules, resolve, texts
 
 SECONDS = 120.0  # of each call; imports of large libraries take half a minute on a slow disk
 _FOREIGN = ("verl", ".yaml", ".yml")  # kinds and files that name classes in forms of their own
@@ -110,7 +111,7 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
     judge = attempt("reward.judge: making its client", _judge, reward) if named_metrics else None
     for name, metric in named_metrics.items():
         attempt(f"reward.weights.{name}: making {metric.kind.__name__}", _construct, metric, judge)
-    attempt("run.writers: reading their options", writer_kinds, config)
+    attempt("run.writers: reading their options", writer_kinds, config.run)
     if not isinstance(config, Config) or config.train.stage != "rl":
         return
     algo = config.algo

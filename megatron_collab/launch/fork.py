@@ -11,11 +11,13 @@ from filelock import FileLock
 
 from megatron_collab.algo.advantages import advantage_class
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import SETTINGS, Config, ConfigError, LoraConfig, read_settings, require
-from megatron_collab.config.load import leaves
+from megatron_collab.config import Config, read_settings
 from megatron_collab.models import hf_config, lora
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.files import replace
+from megatron_collab.settings import ConfigError, LoraConfig, require
+from megatron_collab.settings.values import leaves
 
 FORKED = "fork.json"  # in run.dir: the run and the step that it continues from
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from megatron_collab.config import CONF, CallConfig, declared, groups, settings
+from megatron_collab.config import CONF, CallConfig, groups, settings
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import TrainingSource
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.tools import toolbox
+from megatron_collab.settings import declared
 
 _PLAIN = re.compile(r"(?!(true|false|null|nan|inf)$)[A-Za-z_][\w./+-]*", re.IGNORECASE)  # needs no quotes for Hydra
 

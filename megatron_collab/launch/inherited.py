@@ -12,19 +12,12 @@ from typing import Any
 
 from megatron_collab import config
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import (
-    COMMAND_LINE,
-    SETTINGS,
-    ConfigError,
-    EndpointConfig,
-    EvaluateConfig,
-    declared,
-    layers,
-    recorded_value,
-)
-from megatron_collab.config.documents import parse_json
-from megatron_collab.config.load import leaves
+from megatron_collab.config import COMMAND_LINE, EvaluateConfig, layers, recorded_value
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.runtime.process import LAUNCHER, global_rank
+from megatron_collab.settings import ConfigError, EndpointConfig, declared
+from megatron_collab.settings.documents import parse_json
+from megatron_collab.settings.values import leaves
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import SUFFIX, Config, ConfigError, PlayConfig, declared, named_files, require
-from megatron_collab.config.documents import parse_json
-from megatron_collab.config.load import leaves
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.rows import chosen_files
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.runtime import files, hub
 from megatron_collab.runtime.process import LAUNCHER, global_rank
+from megatron_collab.settings import SUFFIX, ConfigError, declared, named_files, require
+from megatron_collab.settings.documents import parse_json
+from megatron_collab.settings.values import leaves
 
 INPUTS = "inputs.json"  # in run.dir: by setting and file, size, times and SHA-256; of prompts also the text
 _DRAFT = f".{INPUTS}"  # of a start whose run has not begun

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from megatron_collab.config import Config, Shown, TrainingModelConfig, require
+from megatron_collab.config import Config
 from megatron_collab.models import lora, parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
+from megatron_collab.settings import Shown, TrainingModelConfig, require
 
 # recipe: compute capability from which TransformerEngine 2.20 supports it, the first without support, and the reason
 _FP8_DEVICES: dict[str, tuple[tuple[int, int], tuple[int, int], str]] = {

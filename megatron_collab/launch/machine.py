@@ -6,9 +6,10 @@ from operator import attrgetter
 
 import psutil
 
-from megatron_collab.config import Config, require
+from megatron_collab.config import Config
 from megatron_collab.launch import server_specs
 from megatron_collab.runtime import device
+from megatron_collab.settings import require
 
 # Lower bound in MiB per process: USS in a booking run on a CPU (Linux, Python 3.11).
 RANK, CONVERSATION_WORKER, REWARD_WORKER, CPU_SERVER = 300, 200, 75, 400

@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from megatron_collab.algo.teacher_prompts import check_rendered
-from megatron_collab.config import Config, ConfigError, PlayConfig, require
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data import chat_template
 from megatron_collab.inference.served import architecture, gives_text
 from megatron_collab.launch import teacher
@@ -20,6 +20,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import hub
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.trial import TrialError, run_trial
+from megatron_collab.settings import ConfigError, require
 
 logger = logging.getLogger(__name__)
 

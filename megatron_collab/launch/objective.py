@@ -5,9 +5,10 @@ from __future__ import annotations
 from megatron_collab.algo.advantages import make_advantage
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import make_turn_credit
-from megatron_collab.config import Config, Shown, require
-from megatron_collab.config.extension import make
+from megatron_collab.config import Config
 from megatron_collab.reward.spec import RewardSpec
+from megatron_collab.settings import Shown, require
+from megatron_collab.settings.extension import make
 
 
 def check_steps(config: Config) -> None:

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import Config, EvaluateConfig, PlayConfig, RewardConfig, RolloutConfig
-from megatron_collab.config.schema import AssistantConfig
+from megatron_collab.config import Config, EvaluateConfig, PlayConfig
 from megatron_collab.launch.data_specs import prompt_spec
 from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.tools.toolbox import ToolSpec
 from megatron_collab.rollout.users import UserDirectory
+from megatron_collab.settings import RewardConfig, RolloutConfig
+from megatron_collab.settings.schema import AssistantConfig
 
 
 def play_spec(config: Config) -> PlaySpec:

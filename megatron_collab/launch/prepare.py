@@ -15,18 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_collab import environments
-from megatron_collab.config import (
-    Config,
-    ConfigError,
-    PlayConfig,
-    ServedConfig,
-    address_fault,
-    changes,
-    check_written,
-    read_settings,
-    require,
-)
-from megatron_collab.config.load import leaves
+from megatron_collab.config import Config, PlayConfig, changes, read_settings
 from megatron_collab.data import sources
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.inference.served import score_fault
@@ -44,6 +33,8 @@ from megatron_collab.rollout.tools.toolbox import ToolSpec
 from megatron_collab.runtime import hub, keys, network
 from megatron_collab.runtime.process import LAUNCHER, STEPS, RunStopped, global_rank, under_torchrun
 from megatron_collab.runtime.run_lock import RunLock
+from megatron_collab.settings import ConfigError, ServedConfig, address_fault, check_written, require
+from megatron_collab.settings.values import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +57,7 @@ def prepare(config: Config) -> RunSpec:
     """
     check_nodes(config, "megatron_collab.train", config.launch.nproc_per_node, config.train.stage == "rl")
     try:
-        environments.prepare(config)
+        environments.prepare(config.data, config.run.seed)
         _pin(config)
         spec = run_spec(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from megatron_collab.config import ConfigError, PlayConfig, require
+from megatron_collab.config import PlayConfig
 from megatron_collab.launch import prepare
 from megatron_collab.launch.help import composed_settings, help_text
 from megatron_collab.runtime import console, keys, network, process, signals
+from megatron_collab.settings import ConfigError, require
 
 logger = logging.getLogger(__name__)
 

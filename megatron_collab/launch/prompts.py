@@ -13,13 +13,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import SUFFIX, ConfigError, PlayConfig, Prompt, PromptError
-from megatron_collab.config.bounded_jinja import LONGEST, SECONDS
-from megatron_collab.config.load import leaves
-from megatron_collab.config.prompt import PromptLimit, prompt_file
+from megatron_collab.config import PlayConfig
 from megatron_collab.runtime import files
 from megatron_collab.runtime.process import LAUNCHER, first_on_node
 from megatron_collab.runtime.trial import TrialError, run_trial
+from megatron_collab.settings import SUFFIX, ConfigError, Prompt, PromptError
+from megatron_collab.settings.bounded_jinja import LONGEST, SECONDS
+from megatron_collab.settings.prompt import PromptLimit, prompt_file
+from megatron_collab.settings.values import leaves
 
 _ROOM = 1 << 29  # bytes
 _TEXT = "x" * 2000

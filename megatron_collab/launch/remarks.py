@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_collab.config import AlgoConfig, Config, TrainingRewardConfig, UserConfig
+from megatron_collab.config import Config
 from megatron_collab.inference.spec import CPU_CACHE_TOKENS
 from megatron_collab.launch.servers import idle_gpus
 from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.rollout.users.llm import LlmUser
 from megatron_collab.runtime import device
+from megatron_collab.settings import AlgoConfig, TrainingRewardConfig, UserConfig
 
 # Settings of algo that only algo.objective=policy reads.
 _OF_POLICY_LOSS = (

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_collab.config import CallConfig, Config, EvaluateConfig, PlayConfig, ServedConfig, Shown, build, require
+from megatron_collab.config import CallConfig, Config, EvaluateConfig, PlayConfig
 from megatron_collab.inference import adapters
 from megatron_collab.inference.served import gives_text
 from megatron_collab.inference.spec import (
@@ -23,6 +23,7 @@ from megatron_collab.inference.spec import (
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.models.lora import ServedAdapters
+from megatron_collab.settings import ServedConfig, Shown, build, require
 
 
 def training(config: Config) -> ServingSpec:

@@ -6,7 +6,7 @@ import os
 import re
 from importlib.util import find_spec
 
-from megatron_collab.config import Config, PlayConfig, Shown, nearest, require
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.inference import server_args
 from megatron_collab.inference.served import score_fault
 from megatron_collab.inference.server import refusal
@@ -19,6 +19,7 @@ from megatron_collab.reward import metrics
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.runtime import device, driver
 from megatron_collab.runtime.process import first_on_node
+from megatron_collab.settings import Shown, nearest, require
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.transports.base import FolderTransport
 from megatron_collab.weight_sync.transports.registry import transport_class, transport_options

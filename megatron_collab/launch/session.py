@@ -14,7 +14,7 @@ from megatron_collab import environments
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.checkpoint.hf import save_hf
 from megatron_collab.checkpoint.storage import LATEST
-from megatron_collab.config import Config, PlayConfig
+from megatron_collab.config import Config, PlayConfig, run_record
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.launch.inputs import record_inputs
 from megatron_collab.observability.run import Run
@@ -74,8 +74,8 @@ class TrainingRun:
         )
         self.start, self._resumed = self.checkpoints.load_latest(trainer.checkpointed) or (0, dict[str, Any]())
         trainer.step = self.start
-        names = environments.result_names(config)
-        self.run = session.enter(Run(config, config.train, self.start, self._resumed, names))
+        names = environments.result_names(config.data)
+        self.run = session.enter(Run(run_record(config), config.train, self.start, self._resumed, names))
         if self.run.leader:
             record_inputs(self.run.folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, read_prompt
+from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig
 from megatron_collab.data.assistants import assistant_configs
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
@@ -18,6 +18,7 @@ from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.tools.toolbox import ToolSpec
+from megatron_collab.settings import read_prompt
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.algo.teacher_prompts import CONTEXT
-from megatron_collab.config import Config, ConfigError, PlayConfig, require
-from megatron_collab.config.extension import NoOptions
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.survey import TaskRequirements
 from megatron_collab.launch import endpoints
@@ -22,6 +21,8 @@ from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
 from megatron_collab.rollout.users import User, UserDirectory
 from megatron_collab.runtime.process import first_on_node, global_rank
+from megatron_collab.settings import ConfigError, require
+from megatron_collab.settings.extension import NoOptions
 from megatron_collab.types import Task
 
 if TYPE_CHECKING:

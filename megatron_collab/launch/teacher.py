@@ -7,14 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from megatron_collab.algo.teacher_prompts import teacher_prompt
-from megatron_collab.config import Config, ConfigError, Shown, require
-from megatron_collab.config.schema import TeacherConfig
+from megatron_collab.config import Config
 from megatron_collab.data import chat_template
 from megatron_collab.inference.client import EngineError
 from megatron_collab.inference.teacher import ServedTeacher
 from megatron_collab.models import hf_weights
 from megatron_collab.models.hf_config import ModelShape, shape_of_setting
 from megatron_collab.runtime import hub
+from megatron_collab.settings import ConfigError, Shown, require
+from megatron_collab.settings.schema import TeacherConfig
 
 SETTING = "algo.teacher.model"
 _SECONDS = 30.0  # for an answer of a teacher's server before the start

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_collab.config import Config
-from megatron_collab.config.schema import TrainingModelConfig
 from megatron_collab.models.parallel_layout import TrainerLayout
+from megatron_collab.settings.schema import TrainingModelConfig
 from megatron_collab.trainer.spec import NetworkSpec, TrainerSpec
 from megatron_collab.weight_sync.plan import SyncSpec
 

@@ -9,19 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import (
-    Config,
-    ConfigError,
-    PlayConfig,
-    Shown,
-    check_declared,
-    compose,
-    nearest,
-    read_prompt,
-    require,
-)
-from megatron_collab.config.extension import make_absolute
-from megatron_collab.config.load import leaves
+from megatron_collab.config import Config, PlayConfig, compose
 from megatron_collab.data import sources
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.formats import STAGES
@@ -37,6 +25,9 @@ from megatron_collab.rollout.users import DEFAULT, split_user
 from megatron_collab.rollout.users.llm import users_prompt
 from megatron_collab.runtime import device, gpu_environment, hub, network
 from megatron_collab.runtime.redact import redacted
+from megatron_collab.settings import ConfigError, Shown, check_declared, nearest, read_prompt, require
+from megatron_collab.settings.extension import make_absolute
+from megatron_collab.settings.values import leaves
 
 
 def load(overrides: Sequence[str]) -> Config:
@@ -126,7 +117,7 @@ def check_options(config: PlayConfig, *extensible: str) -> None:
     shown = Shown(config)
     refuse_keys(asdict(config))
     check_declared(config)  # again: a program may have changed composed values
-    writer_kinds(config)
+    writer_kinds(config.run)
     message = f"{shown.launch.nodes}: needs launch.interface, the network interface between nodes, e.g. ib0"
     require(config.launch.nodes == 1 or config.launch.interface is not None, message)
     for setting in ("reward.mode", "data.world", "data.format", "rollout.player", *extensible):

@@ -20,7 +20,6 @@ import litellm
 from litellm._internal_context import is_internal_call
 from openai import OpenAIError
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import (
     Answer,
     AnswerTooLong,
@@ -43,6 +42,7 @@ from megatron_collab.patches.litellm import BodyTooLong, be_quiet, limit_bodies
 from megatron_collab.runtime.network import retry_after
 from megatron_collab.runtime.redact import excerpt, redact
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import EndpointConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,11 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from megatron_collab.config import (
-    ConfigError,
-    EndpointConfig,
-    address_fault,
-    header_fault,
-    nearest,
-    require,
-)
-from megatron_collab.config.load import leaves
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.patches.litellm import be_quiet
 from megatron_collab.runtime.keys import variables
+from megatron_collab.settings import ConfigError, EndpointConfig, address_fault, header_fault, nearest, require
+from megatron_collab.settings.values import leaves
 
 ENVIRONMENT = "os.environ/"  # prefix of a variable's name, as in LiteLLM's own settings
 POLICY = "policy"  # the trained model, on the run's SGLang servers

@@ -25,9 +25,9 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_collab.config import LlmConfig
 from megatron_collab.runtime import files
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import LlmConfig
 
 NAME = "limiter"
 MINUTE = 60.0

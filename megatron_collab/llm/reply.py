@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.endpoint import COMPLETION, token_budget
 from megatron_collab.runtime.redact import redact
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import EndpointConfig
 
 _ELSE = "change the prompt, or choose another model"
 _LONGEST_VERSION = 200  # characters

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.endpoint import POLICY, SERVED
+from megatron_collab.settings import EndpointConfig
 
 # A server with more than this times the mean of the requests in flight gets no new conversations.
 LOAD_FACTOR = 1.25

@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import LlmConfig
 from megatron_collab.llm.answer import AnswerTooLong, LlmError, short
 from megatron_collab.llm.caller import Caller, caller
 from megatron_collab.llm.recording import Call, CallKey, Recording, Shard, Usage
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact, redacted
+from megatron_collab.settings import LlmConfig
 
 _MOST_COMPARED = 2000  # calls that are searched for the nearest one
 _MESSAGES, _SCHEMA = "messages", "schema"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import ConfigError, require
-from megatron_collab.config.documents import parse_json
 from megatron_collab.runtime import files, hub
+from megatron_collab.settings import ConfigError, require
+from megatron_collab.settings.documents import parse_json
 
 # Features of a family, by model_type: biases on q/k/v, RMSNorm on the heads of q and k, experts, and whether its
 # sliding window is off unless use_sliding_window is set.

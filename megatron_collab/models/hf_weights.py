@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_collab.config.documents import parse_settings
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, hf_shapes
 from megatron_collab.runtime import files
+from megatron_collab.settings.documents import parse_settings
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_collab.config import LoraConfig
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Shape, TensorCut, WeightEntry, divide, pieces, table
+from megatron_collab.settings import LoraConfig
 
 _CUTS = {None: TensorCut.WHOLE, 0: TensorCut.ROWS, 1: TensorCut.COLUMNS}
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from megatron_collab.config import ParallelConfig, TrainingModelConfig
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import TensorCut, WeightEntry
+from megatron_collab.settings import ParallelConfig, TrainingModelConfig
 
 # recipe -> required multiple of the sides of FP8 matrices
 FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}

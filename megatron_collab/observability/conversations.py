@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import evaluations, transcripts
 from megatron_collab.observability.records import number, unreadable_lines
 from megatron_collab.observability.writers import Rows
+from megatron_collab.settings import ConfigError
 from megatron_collab.statistics import Estimate, difference, with_passes
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import require
-from megatron_collab.config.documents import parse_json
 from megatron_collab.observability.records import number, of_step
+from megatron_collab.settings import require
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.statistics import Estimate
 
 FILE = "evaluations.json"

@@ -18,10 +18,10 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from megatron_collab import __version__
-from megatron_collab.config import SETTINGS, PlayConfig, changes, recorded
 from megatron_collab.observability import evaluations, metric_kinds, records
 from megatron_collab.observability.evaluations import Evaluations
 from megatron_collab.observability.gap import gap_metrics
+from megatron_collab.observability.run_record import SETTINGS, RunRecord
 from megatron_collab.observability.transcripts import write
 from megatron_collab.observability.writers import CONVERSATIONS, Writers
 from megatron_collab.runtime import files, process
@@ -42,10 +42,10 @@ class RunFolder:
     """
 
     def __init__(
-        self, config: PlayConfig, start: int, steps: int, seconds: float = 0.0, keep_best: str | None = None
+        self, record: RunRecord, start: int, steps: int, seconds: float = 0.0, keep_best: str | None = None
     ) -> None:
         self._keep_best = keep_best
-        self.folder = Path(config.run.dir)
+        self.folder = Path(record.run.dir)
         self.leader = global_rank() == 0
         self._reported_reasons = set[str]()  # reasons of failures
         self._seconds_before = seconds
@@ -54,9 +54,9 @@ class RunFolder:
         self._best: tuple[int, float] | None = None
         self._writers: Writers | None = None  # of rank 0
         if self.leader:
-            self._begin(config, start)
+            self._begin(record, start)
 
-    def _begin(self, config: PlayConfig, start: int) -> None:
+    def _begin(self, record: RunRecord, start: int) -> None:
         """Lock the folder, record settings, their changes and later starts, resume evaluations, open the writers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -69,18 +69,18 @@ class RunFolder:
         rows = [{"time": at, "step": start}] if (self.folder / SETTINGS).is_file() else []  # started again
         rows += [
             {"time": at, "step": start, "setting": change.setting, "before": change.before, "after": change.after}
-            for change in changes(config)
+            for change in record.changes
         ]
         keep(self.folder / "history.jsonl", lambda row: True)
         if rows:
             append(self.folder / "history.jsonl", rows)
-        replace(self.folder / SETTINGS, recorded(config))
+        replace(self.folder / SETTINGS, record.settings)
         self._evaluations.resume(start)
         self._mark_best(start)
-        self._writers = Writers(config, start)
-        for record in self._evaluations.records.values():
-            if record["step"] == start:  # TensorBoard's writer drops it with the repeated steps
-                self._write(start, evaluations.scalars(record))
+        self._writers = Writers(record, start)
+        for evaluation in self._evaluations.records.values():
+            if evaluation["step"] == start:  # TensorBoard's writer drops it with the repeated steps
+                self._write(start, evaluations.scalars(evaluation))
 
     def __enter__(self) -> Self:
         return self

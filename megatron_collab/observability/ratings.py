@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.observability import records
 from megatron_collab.observability.conversations import rows_of_part
 from megatron_collab.runtime.redact import redacted
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.types import Ending
 
 FILE = "ratings.jsonl"

@@ -8,8 +8,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config.documents import parse_json
 from megatron_collab.runtime.process import FINISHED
+from megatron_collab.settings.documents import parse_json
 
 Row = Mapping[str, Any]
 _MOST = 1e100  # squares of errors and the axes of a figure must stay finite too

@@ -14,11 +14,11 @@ from jinja2 import Environment, PackageLoader
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations
 from megatron_collab.observability.conversations import MetricChange, changes, is_conversation, rows_of_file
 from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.records import number, of_step
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.observability.transcripts import by_group
 from megatron_collab.observability.writers import CONVERSATIONS, Rows
 from megatron_collab.runtime import files

@@ -9,14 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_collab.config import PlayConfig, TrainConfig
 from megatron_collab.observability import evaluations, judges, tokens, transcripts
 from megatron_collab.observability.evaluations import AFTER, BEFORE
 from megatron_collab.observability.folder import RunFolder, append, keep, rows_of, scores, with_intervals
 from megatron_collab.observability.judges import JudgeChange, JudgeVersions
+from megatron_collab.observability.run_record import RunRecord
 from megatron_collab.observability.sentinels import Alarm
 from megatron_collab.observability.step_view import StepView
 from megatron_collab.runtime import screen
+from megatron_collab.settings import TrainConfig
 from megatron_collab.types import Group
 
 logger = logging.getLogger(__name__)
@@ -27,14 +28,14 @@ _EVALUATION = "evaluation"  # key of rows that were written in one
 class Run(RunFolder):
     """The folder and the console of a training run; only rank 0 writes.
 
-    `config`: all settings, to record them; `start`: first step to do; `state`: from an earlier start's checkpoint;
+    `record`: what it records of the settings; `start`: first step to do; `state`: from an earlier start's checkpoint;
     `names`: metrics by result.json name.
     """
 
     def __init__(
-        self, config: PlayConfig, train: TrainConfig, start: int, state: Mapping[str, Any], names: Mapping[str, str]
+        self, record: RunRecord, train: TrainConfig, start: int, state: Mapping[str, Any], names: Mapping[str, str]
     ) -> None:
-        super().__init__(config, start, train.steps, float(state.get("seconds", 0.0)), train.keep_best)
+        super().__init__(record, start, train.steps, float(state.get("seconds", 0.0)), train.keep_best)
         self._steps, self._eval_every = train.steps, train.eval_every
         self.names = names
         self._start, self._began = start, time.monotonic()

@@ -22,10 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import records
 from megatron_collab.runtime import files
 from megatron_collab.runtime.redact import redacted
+from megatron_collab.settings import ConfigError
 
 Row = Mapping[str, Any]
 

@@ -41,7 +41,7 @@ PATCHES = (
     Patch(
         "transformers",
         "syntax, filters and globals of chat templates",
-        why="Renderings during a run are bounded (config/bounded_jinja.py), and otherwise equal to Transformers' own.",
+        why="Renderings during a run are bounded (settings/bounded_jinja.py) and otherwise equal to Transformers' own.",
         upstream="transformers/utils/chat_template_utils.py:413 (_compile_jinja_template)",
         until="Transformers has a public function for the environment of chat templates, or bounds their renderings",
         test="tests/data/test_chat_template.py::test_a_rendering_is_bounded",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.launch import servers, validate
 from megatron_collab.launch.layout import check_layout, check_layout_of_model
 from megatron_collab.launch.trainer_specs import trainer_layout
@@ -19,6 +19,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.planning.memory import GIB, peak, plan_memory, server_parts, trainer_parts
 from megatron_collab.planning.step_time import StepTime, step_time
+from megatron_collab.settings import ConfigError
 
 # Doubling them halves the bubble and doubles the number of messages.
 _VIRTUAL = (1, 2, 4)

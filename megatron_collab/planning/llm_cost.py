@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_collab.config import Config, EndpointConfig, PlayConfig, UserConfig
+from megatron_collab.config import Config, PlayConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import served_by_run, token_budget
 from megatron_collab.llm.price import Prices, tokens_at_most
 from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.rollout.player import PlaySpec
+from megatron_collab.settings import EndpointConfig, UserConfig
 from megatron_collab.types import Task
 
 ROLES = ("assistant", "user", "judge")

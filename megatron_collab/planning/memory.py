@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from megatron_collab.algo.advantages import advantage_class
-from megatron_collab.config import CONF, Config, ConfigError, require
+from megatron_collab.config import CONF, Config
 from megatron_collab.inference.adapters import SLOTS
 from megatron_collab.inference.spec import Placement, ServerSpec
 from megatron_collab.launch import server_specs, validate
@@ -28,6 +28,7 @@ from megatron_collab.models.parallel_layout import stages
 from megatron_collab.planning import GPU_GIB
 from megatron_collab.planning.activations import activations, head, micro_batch_tokens
 from megatron_collab.runtime import hub
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.trainer.host_memory import PIECE, piece_count
 from megatron_collab.trainer.megatron.config import DTYPES
 from megatron_collab.weight_sync.fp8_blocks import fp8_nbytes

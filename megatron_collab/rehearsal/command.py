@@ -16,11 +16,12 @@ from collections.abc import Sequence
 
 from megatron_collab import patches
 from megatron_collab.commands import ArgumentParser, positive
-from megatron_collab.config import ConfigError, compose
-from megatron_collab.config.documents import parse_settings
+from megatron_collab.config import compose
 from megatron_collab.planning import GPU_GIB
 from megatron_collab.rehearsal.te_cpu.install import install
 from megatron_collab.runtime import files
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.documents import parse_settings
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError, require
+from megatron_collab.config import Config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import MemoryPart
 from megatron_collab.rehearsal import checkpoint, publishing, servers
 from megatron_collab.rehearsal.classes import RankClass, classes
 from megatron_collab.rehearsal.rank import make_trainer, parts_of, passes, step
 from megatron_collab.rehearsal.world import rank_on_paper
+from megatron_collab.settings import ConfigError, require
 
 # Errors of the run's code and its libraries if something does not fit.
 _FAULTS = (ValueError, RuntimeError, AssertionError, KeyError, IndexError)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_collab.commands import EXIT_BAD_INPUT, ArgumentParser, positive
-from megatron_collab.config import WRITTEN_FOLDER, ConfigError, check_path, require
 from megatron_collab.reproduce import plan, run, study
 from megatron_collab.runtime import console
+from megatron_collab.settings import WRITTEN_FOLDER, ConfigError, check_path, require
 
 logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
 

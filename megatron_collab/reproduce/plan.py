@@ -8,19 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_collab.config import (
-    BuildDatasetConfig,
-    Config,
-    EvaluateConfig,
-    PlayConfig,
-    compose_program,
-    nearest,
-    require,
-)
+from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, PlayConfig, compose_program
 from megatron_collab.data.datasets import steps_of
 from megatron_collab.launch.spec import RunSpec, building_spec, evaluation_spec, run_spec
 from megatron_collab.reproduce.study import REWARD, Study
 from megatron_collab.runtime.process import FINISHED
+from megatron_collab.settings import nearest, require
 
 TRAIN, EVALUATE, BUILD = (f"megatron_collab.{name}" for name in ("train", "evaluate", "synthesis.build_dataset"))
 PREPARE = "megatron_collab.commands"

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_collab.config.documents import parse_json
 from megatron_collab.observability import evaluations, records
 from megatron_collab.reproduce.plan import StudyOptions, chains, evaluation_of, seed_names
 from megatron_collab.reproduce.study import REWARD, Column, Study
 from megatron_collab.rollout import recorded
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.statistics import Estimate, Tasks, difference_of_seeds, mean_of_seeds, with_passes
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.reproduce import forecast
 from megatron_collab.reproduce.page import page
 from megatron_collab.reproduce.plan import EVALUATE, PILOT, Stage, StudyOptions
@@ -22,6 +21,7 @@ from megatron_collab.reproduce.schedule import Programs, side_by_side
 from megatron_collab.reproduce.study import Study
 from megatron_collab.runtime import files, signals
 from megatron_collab.runtime.process import EXIT_STOPPED
+from megatron_collab.settings import ConfigError, require
 
 logger = logging.getLogger(__name__)
 

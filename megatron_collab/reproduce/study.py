@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from megatron_collab.config import ConfigError, nearest, require
-from megatron_collab.config.documents import parse_yaml
 from megatron_collab.runtime import files
+from megatron_collab.settings import ConfigError, nearest, require
+from megatron_collab.settings.documents import parse_yaml
 from megatron_collab.statistics import Estimate
 
 _LONGEST = 1 << 20  # bytes of a study

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_collab.config import Extension, make
 from megatron_collab.runtime.process import ends_caller
+from megatron_collab.settings import Extension, make
 from megatron_collab.types import Failed, Future, Missing, Reward, Rollout, Score
 
 TOKENS = "token_amount"  # metric with a special term in the paper's formula

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_collab.config import EndpointConfig, Resolved
 from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.settings import EndpointConfig, Resolved
 from megatron_collab.types import Future, Reward
 
 

@@ -17,7 +17,6 @@ import ray
 from ray.exceptions import RayActorError
 
 from megatron_collab import patches
-from megatron_collab.config import LlmConfig
 from megatron_collab.llm.caller import ask_as, caller
 from megatron_collab.llm.served import ServedModel
 from megatron_collab.llm.tape import open_tape
@@ -26,6 +25,7 @@ from megatron_collab.reward.metrics import Judge, scorers
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import ends_caller
+from megatron_collab.settings import LlmConfig
 from megatron_collab.types import Conversation, Ending, Future, Judgment, Missing, Score, Task, without_private
 
 if TYPE_CHECKING:

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.algo.teacher_prompts import TeacherPrompts
-from megatron_collab.config import TrainConfig
-from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data.datasets import TrainingData
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.inference.teacher import ServedTeacher
@@ -26,6 +24,8 @@ from megatron_collab.rollout.summary import refuse_missing
 from megatron_collab.rollout.task_requirements import task_requirements
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import TrainConfig
+from megatron_collab.settings.schema import TeacherConfig
 from megatron_collab.types import Batch, Group, PausedTurn, ScoredBatch, Task
 
 _COUNTING_SECONDS = 2.0  # for RewardWorkers to return their counters; late ones are skipped

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.data.assistants import CandidateAssistant
 from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
@@ -34,6 +33,7 @@ from megatron_collab.rollout.users import (
     with_excerpts,
 )
 from megatron_collab.runtime.time_limit import time_limit
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import (
     Conversation,
     Ending,

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.inference.client import EngineError, TurnOptions
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.endpoint import SERVED, with_token_budget
+from megatron_collab.settings import EndpointConfig
 from megatron_collab.types import Finish, Message, ToolCall, Turn
 
 UNKNOWN = -1  # token id of tokens that are only counted

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_collab.config import EndpointConfig, require
-from megatron_collab.config.schema import AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.users import UserDirectory
+from megatron_collab.settings import EndpointConfig, require
+from megatron_collab.settings.schema import AssistantConfig
 
 
 @dataclass(frozen=True)

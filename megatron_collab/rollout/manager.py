@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from megatron_collab.algo.credit import CreditSpec
-from megatron_collab.config import TrainConfig
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.collector import Collector
@@ -26,6 +25,7 @@ from megatron_collab.rollout.servers import Servers
 from megatron_collab.rollout.step_groups import StepGroups
 from megatron_collab.runtime.process import RunStopped, beat
 from megatron_collab.runtime.rank0 import from_leader, shared
+from megatron_collab.settings import TrainConfig
 from megatron_collab.types import Batch, ScoredBatch
 from megatron_collab.weight_sync.sync import WeightSync
 

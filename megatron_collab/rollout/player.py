@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import Extension, LlmConfig, Resolved, RolloutConfig, SamplingConfig, build, lookup
-from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.assistants import CandidateAssistant, candidate_assistants
 from megatron_collab.data.chat_template import PromptSpec
 from megatron_collab.data.evaluation import EvaluationSet
@@ -23,6 +21,8 @@ from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.rollout.tools.toolbox import Toolbox, ToolSpec
 from megatron_collab.rollout.users import UserDirectory
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import Extension, LlmConfig, Resolved, RolloutConfig, SamplingConfig, build, lookup
+from megatron_collab.settings.schema import PLAYERS, AssistantConfig
 from megatron_collab.types import Group, Missing, Task
 
 if TYPE_CHECKING:  # settings are checked without LiteLLM and Ray, which take seconds

@@ -9,11 +9,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.data.examples import Examples, load_tasks
 from megatron_collab.data.prefixes import at_every_depth
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.observability import evaluations, records, transcripts
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.types import (
     Conversation,
     Ending,

@@ -8,13 +8,13 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megatron_collab.algo.teacher_prompts import CONTEXT, lacks
-from megatron_collab.config import ConfigError, named_files
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.sources import Source
 from megatron_collab.data.survey import Step, TaskRequirements
 from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.users import DEFAULT, ResolvedUser, User, UserDirectory
+from megatron_collab.settings import ConfigError, named_files
 from megatron_collab.types import Task
 
 USER = "user"  # the name of the users' requirement; those of metrics have the names of their options

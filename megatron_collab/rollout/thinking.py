@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from megatron_collab.config import SamplingConfig
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import THOUGHT_BEGIN, THOUGHT_END, Finish, Turn
 
 if TYPE_CHECKING:  # with LiteLLM, which takes seconds

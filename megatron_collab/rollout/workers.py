@@ -14,8 +14,6 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_collab import patches
-from megatron_collab.config import SamplingConfig
-from megatron_collab.config.schema import PLAYERS, AssistantConfig
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.rollout.player import Player, PlaySpec, check_group
@@ -23,6 +21,8 @@ from megatron_collab.rollout.users import DEFAULT
 from megatron_collab.runtime import console, gpu_environment, keys, network, stacks
 from megatron_collab.runtime.process import Hung, imports_done
 from megatron_collab.runtime.ray_cluster import start_actor
+from megatron_collab.settings import SamplingConfig
+from megatron_collab.settings.schema import PLAYERS, AssistantConfig
 from megatron_collab.types import Group, PausedTurn, Task
 
 if TYPE_CHECKING:

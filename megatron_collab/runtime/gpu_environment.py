@@ -16,7 +16,7 @@ from megatron_collab.runtime import device, toolkit
 from megatron_collab.runtime.files import COMPILE_CACHE
 
 if TYPE_CHECKING:
-    from megatron_collab.config import ParallelConfig, TrainingModelConfig
+    from megatron_collab.settings import ParallelConfig, TrainingModelConfig
 
 # Variables that environment modules of another CUDA or cuDNN set. TransformerEngine prefers their cuDNN and NVRTC over
 # the wheels' (transformer_engine/common/__init__.py) and loads them globally; kernel compilers read the others.

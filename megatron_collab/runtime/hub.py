@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from filelock import FileLock
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.runtime import files
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import ConfigError, require
 
 Kind = Literal["model", "dataset"]
 PINS = "hub.json"

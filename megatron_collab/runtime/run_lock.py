@@ -12,8 +12,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import Self
 
-from megatron_collab.config import ConfigError
 from megatron_collab.runtime.process import under_torchrun
+from megatron_collab.settings import ConfigError
 
 FILE = ".lock"
 _LONGEST = 4096 - 256  # bytes: Linux allows 4,096 for a path, and the files of a run are below its folder

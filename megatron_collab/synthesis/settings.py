@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_collab.config import BuildDatasetConfig, read_prompt, require
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.assistants import assistant_configs, with_all_settings
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch import evaluation
 from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.launch.spec import building_assistants, building_spec
 from megatron_collab.runtime import hub
+from megatron_collab.settings import read_prompt, require
 
 _SET_OPTIONS = (
     "samples",

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import WRITTEN_FILE, ConfigError, check_path, require
 from megatron_collab.runtime.console import show
 from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
+from megatron_collab.settings import WRITTEN_FILE, ConfigError, check_path, require
 
 if TYPE_CHECKING:  # Ray and the libraries of data take seconds to import
     from megatron_collab.talk.session import Chat, Row, Talk

@@ -16,10 +16,11 @@ from pathlib import Path
 from filelock import FileLock
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import Config, ConfigError, read_settings, recorded_value, require
+from megatron_collab.config import Config, read_settings, recorded_value
 from megatron_collab.observability import records
 from megatron_collab.runtime import hub, keys
 from megatron_collab.runtime.files import CACHE
+from megatron_collab.settings import ConfigError, require
 
 BEFORE, AFTER, BEST = "before", "after", "best"  # the model that the run began with, its newest one, train.keep_best
 EXPORTED = "hf"  # in run.dir: the trained model of a finished run

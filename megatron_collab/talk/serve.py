@@ -21,13 +21,14 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import ConfigError, EvaluateConfig, require
+from megatron_collab.config import EvaluateConfig
 from megatron_collab.inference.server import ServerError, ServerProcess, SGLangServer
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.runtime import keys, network
 from megatron_collab.runtime.console import show, show_secret
 from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import EXIT_STOPPED
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.talk.models import RunModel, find_model, hf_folder
 from megatron_collab.talk.settings import run_settings, spec_in
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_collab.config import ConfigError, recorded_values, require
+from megatron_collab.config import recorded_values
 from megatron_collab.data.examples import RowFormat, load_tasks
 from megatron_collab.data.prefixes import at_every_depth
 from megatron_collab.data.sources import Source
@@ -32,6 +32,7 @@ from megatron_collab.runtime.files import ScratchFolder
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.ray_cluster import ray_session
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.talk import ChatError
 from megatron_collab.talk.models import AFTER, RunModel, find_model, hf_folder
 from megatron_collab.talk.settings import WHOLE, GpuShare, run_settings, spec_in

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_collab.config import ConfigError, EvaluateConfig, recorded_values, require
+from megatron_collab.config import EvaluateConfig, recorded_values
 from megatron_collab.launch import evaluation, servers, validate
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 from megatron_collab.runtime import device, gpu_environment
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import ConfigError, require
 
 _NOT_RECORDED = ("llm.record", "llm.replay", "llm.replay_missing", "llm.replay_latency")  # calls of a chat are new
 _DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas")

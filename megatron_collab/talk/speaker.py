@@ -21,12 +21,12 @@ from tempfile import TemporaryFile
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability.records import parsed
 from megatron_collab.runtime import console
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.redact import redact, redacted
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError
 
 if TYPE_CHECKING:  # the page's server does without what it imports
     from megatron_collab.talk.session import Talk, TaskSet

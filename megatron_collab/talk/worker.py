@@ -11,7 +11,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.caller import ask_as
@@ -24,6 +23,7 @@ from megatron_collab.rollout.tools.toolbox import ConversationTools
 from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import ConversationWorker
 from megatron_collab.runtime.redact import redacted, without_begun_key
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.talk import ChatError
 from megatron_collab.types import (
     THOUGHT_BEGIN,

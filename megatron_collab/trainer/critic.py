@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import unwrap
-from megatron_collab.config import OptimConfig
+from megatron_collab.settings import OptimConfig
 from megatron_collab.trainer import losses
 from megatron_collab.trainer.megatron.pipeline import Communicator, PlannedCommunicator
 from megatron_collab.trainer.microbatches import Columns, MicroBatch

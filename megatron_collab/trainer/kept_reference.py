@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from megatron_collab.config import TrainingModelConfig
 from megatron_collab.data.datasets import SupervisedData
 from megatron_collab.models import hf_weights
 from megatron_collab.runtime import files, hub
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.rank0 import shared
 from megatron_collab.runtime.screen import progress
+from megatron_collab.settings import TrainingModelConfig
 from megatron_collab.types import Batch, Sample
 
 FOLDER = "reference"  # in run.dir

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_collab.algo.advantages import K3_TANGENT
 from megatron_collab.algo.policy_loss import PolicyLoss, PolicyLossFunction, PolicyTerms
 from megatron_collab.checkpoint.hf import unwrap
-from megatron_collab.config import AlgoConfig, make
+from megatron_collab.settings import AlgoConfig, make
 from megatron_collab.trainer.logprobs import head_log_probs
 from megatron_collab.trainer.microbatches import MicroBatch
 

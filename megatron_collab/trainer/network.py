@@ -21,11 +21,11 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import unwrap
-from megatron_collab.config import OptimConfig
 from megatron_collab.patches.megatron import count_padding
 from megatron_collab.runtime import device
 from megatron_collab.runtime.process import beat
 from megatron_collab.runtime.rank0 import PreemptionWatch, check_preemption
+from megatron_collab.settings import OptimConfig
 from megatron_collab.trainer.host_memory import HostMemory
 from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.pipeline import Communicator, PlannedCommunicator

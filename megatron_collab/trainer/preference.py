@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_collab import statistics
-from megatron_collab.config import DpoConfig
+from megatron_collab.settings import DpoConfig
 from megatron_collab.trainer.losses import Head, Objective, Report, report
 from megatron_collab.trainer.microbatches import MicroBatch
 

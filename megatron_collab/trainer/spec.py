@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_collab.config import (
+from megatron_collab.settings import (
     AlgoConfig,
     OptimConfig,
     ParallelConfig,

@@ -27,23 +27,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import (
+from megatron_collab.config import PlayConfig, UsersFromLogsConfig, compose_program, recorded_values
+from megatron_collab.launch.prompts import try_prompt
+from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
+from megatron_collab.settings import (
     WRITTEN_FILE,
     WRITTEN_FOLDER,
     ConfigError,
-    PlayConfig,
     PromptError,
-    UsersFromLogsConfig,
     check_path,
     check_written,
-    compose_program,
     nearest,
     read_prompt,
-    recorded_values,
     require,
 )
-from megatron_collab.launch.prompts import try_prompt
-from megatron_collab.runtime.process import EXIT_STOPPED, RunStopped
 
 if TYPE_CHECKING:
     from megatron_collab.user_logs.logs import LoggedConversation

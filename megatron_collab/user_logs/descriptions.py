@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_collab.config import EndpointConfig, Prompt, UsersFromLogsConfig
+from megatron_collab.config import UsersFromLogsConfig
 from megatron_collab.data.transcript import render
 from megatron_collab.inference.served import ModelServers
 from megatron_collab.launch import server_specs
@@ -33,6 +33,7 @@ from megatron_collab.llm.tape import open_tape
 from megatron_collab.runtime import network
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.runtime.screen import progress
+from megatron_collab.settings import EndpointConfig, Prompt
 from megatron_collab.types import Message, Task
 from megatron_collab.user_logs.logs import LoggedConversation
 

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron_collab.config import ConfigError
 from megatron_collab.runtime.redact import HIDDEN, key_spans
+from megatron_collab.settings import ConfigError
 from megatron_collab.user_logs import forms, names
 from megatron_collab.user_logs.plain import PlainText, plain
 

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from itertools import combinations
 from typing import Any
 
-from megatron_collab.config import require
 from megatron_collab.observability import ratings
 from megatron_collab.observability.ratings import FIRST, SECOND, SKIP, TIE, VERDICTS, RatedSide, Rating
 from megatron_collab.observability.records import number, parsed
 from megatron_collab.observability.transcripts import Row
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import require
 from megatron_collab.statistics import kappa, share_at_any_time, sign_evidence
 from megatron_collab.view.comparison import Side, side
 from megatron_collab.view.runs import RunView, interval

@@ -22,8 +22,8 @@ from pathlib import Path
 import uvicorn
 
 from megatron_collab.commands import ArgumentParser
-from megatron_collab.config import ConfigError, require
 from megatron_collab.runtime.console import show_secret
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.view.labels import Label, read
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.server import application

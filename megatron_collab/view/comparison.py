@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_collab.config import require
 from megatron_collab.observability import transcripts
 from megatron_collab.observability.conversations import TRAINING, MetricChange, changes, rows_of_part, step_of
 from megatron_collab.observability.records import number
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import require
 from megatron_collab.view.runs import RunView, interval
 
 MOST_STEPS = 1000  # in the list of what can be compared: the last ones

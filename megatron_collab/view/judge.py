@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.observability import ratings, transcripts
 from megatron_collab.observability.conversations import TRAINING, rows_of_part
 from megatron_collab.observability.ratings import RatedSide, Rating
 from megatron_collab.observability.records import number
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.view import agreement
 from megatron_collab.view.agreement import Figure, Labeled, Preference
 from megatron_collab.view.comparison import Side

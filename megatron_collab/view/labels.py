@@ -8,11 +8,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.observability.conversations import TRAINING
 from megatron_collab.observability.records import number, parsed
 from megatron_collab.runtime import files
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError, require
 
 MOST_ROWS, LONGEST = 10_000, 1 << 24  # LONGEST: bytes of a file
 _NAMES = ("step", "evaluation", "task", "rollout", "future", "label", "rater", "metric")

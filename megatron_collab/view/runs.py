@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.config import SETTINGS, ConfigError, RewardConfig, recorded_value, require
-from megatron_collab.config.documents import parse_json
+from megatron_collab.config import recorded_value
 from megatron_collab.observability import evaluations, metric_kinds, records, tokens
 from megatron_collab.observability.judges import JudgeChange
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.observability.transcript_index import Index
 from megatron_collab.observability.transcripts import OLD_FILE, SCORE, TOKENS, step_file, step_files
 from megatron_collab.runtime import files
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError, RewardConfig, require
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.statistics import Estimate
 from megatron_collab.view.labels import Label
 from megatron_collab.view.selection import Selection, columns

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.config import require
 from megatron_collab.observability.transcript_index import Index, Query
 from megatron_collab.observability.transcripts import SCORE, TERMS, words_of
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import require
 
 MOST_FUTURES, FUTURES = 200, 50  # of an answer, and the default
 MOST_WORDS, MOST_RANGES, LONGEST = 20, 20, 400  # LONGEST: characters of a parameter

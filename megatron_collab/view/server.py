@@ -28,9 +28,9 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability.records import finite
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ConfigError
 from megatron_collab.talk.speaker import SpeakerProcess
 from megatron_collab.view.blind import rate, result
 from megatron_collab.view.comparison import Side, compared, parts, side

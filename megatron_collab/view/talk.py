@@ -13,10 +13,10 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Protocol
 
-from megatron_collab.config import require
 from megatron_collab.observability.records import parsed
 from megatron_collab.runtime.redact import redact
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import require
 from megatron_collab.talk.models import find_model, models_of
 from megatron_collab.view.runs import RunView
 

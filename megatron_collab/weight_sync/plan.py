@@ -22,12 +22,12 @@ from math import prod
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_collab.config import PublishConfig
 from megatron_collab.models import hf_to_sglang
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import Index
 from megatron_collab.models.hf_to_sglang import ADAPTERS, ServerLayout
 from megatron_collab.models.parallel_layout import Holders, TrainerLayout
+from megatron_collab.settings import PublishConfig
 from megatron_collab.weight_sync import overlap
 from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes
 from megatron_collab.weight_sync.overlap import WeightBlock

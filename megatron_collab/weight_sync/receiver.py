@@ -149,7 +149,7 @@ def receiver_class(spec: str) -> type[TransportReceiver]:
     location, _, name = spec.rpartition(":")
     if location.endswith(".py"):
         # Imported here: Hydra, which it imports, takes a third of a second, and the shipped transports are modules.
-        from megatron_collab.config.extension import resolve
+        from megatron_collab.settings.extension import resolve
 
         receiver: type[TransportReceiver] = resolve(spec, "publish.transport", Transport).receiver
         return receiver

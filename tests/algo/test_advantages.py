@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_collab.algo.advantages import decoupled, kl_estimate, token_weights, with_advantages
-from megatron_collab.config import AlgoConfig
+from megatron_collab.settings import AlgoConfig
 from megatron_collab.trainer.losses import kl
 from megatron_collab.types import Credit, Sample, ScoredBatch
 

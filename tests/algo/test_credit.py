@@ -19,8 +19,8 @@ from megatron_collab.algo.credit import (
     samples_of,
 )
 from megatron_collab.algo.credit import sample as laid_out
-from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.settings import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.types import (
     Conversation,
     Credit,

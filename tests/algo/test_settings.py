@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.launch import validate
 from megatron_collab.launch.remarks import without_effect
 from megatron_collab.launch.validate import load
+from megatron_collab.settings import ConfigError
 from tests.helpers import refused
 
 

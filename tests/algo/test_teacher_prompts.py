@@ -10,11 +10,11 @@ import pytest
 
 from megatron_collab.algo.credit import CreditSpec, samples_of
 from megatron_collab.algo.teacher_prompts import TeacherPrompts, lacks
-from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
-from megatron_collab.config.schema import TeacherConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
 from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.settings import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
+from megatron_collab.settings.schema import TeacherConfig
 from megatron_collab.types import Conversation, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
 WORDS = ["hi", "which", "day", "friday", "monday", "booked", "table", "note", "thanks", "for", "a"]

@@ -13,8 +13,8 @@ import pytest
 from megatron_collab.algo.advantages import rewards_of, with_advantages
 from megatron_collab.algo.credit import CreditSpec, conversation_samples, samples_of
 from megatron_collab.algo.turn_credit import Episode, make_turn_credit
-from megatron_collab.config import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import AlgoConfig, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.types import (
     Conversation,
     Finish,

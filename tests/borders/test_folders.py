@@ -17,12 +17,13 @@ import pytest
 
 from megatron_collab.checkpoint import storage
 from megatron_collab.commands.__main__ import run as command
-from megatron_collab.config import Config, ConfigError, compose, recorded
+from megatron_collab.config import Config, compose, recorded, run_record
 from megatron_collab.launch import prepare, tasks
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime import process
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.run_lock import RunLock
+from megatron_collab.settings import ConfigError
 from megatron_collab.train import main
 
 
@@ -43,7 +44,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world") / "world"
     config = compose(["experiment=booking_sft", f"data.dir={folder}", "run.dir=unused"])
-    prepare.environments.prepare(config)
+    prepare.environments.prepare(config.data, config.run.seed)
     return folder
 
 
@@ -221,7 +222,7 @@ def test_a_result_that_is_none_does_not_end_a_run(world: Path, run: Path, text: 
 def opened(folder: Path, start: int) -> Run:
     config = Config()
     config.run.dir, config.train.steps = str(folder), 4
-    return Run(config, config.train, start, {}, {})
+    return Run(run_record(config), config.train, start, {}, {})
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "alarms.jsonl", "judges.jsonl", "history.jsonl"])

@@ -27,8 +27,7 @@ import psutil
 import pytest
 
 from megatron_collab import train
-from megatron_collab.config import Config, ConfigError, compose
-from megatron_collab.config.extension import resolve
+from megatron_collab.config import Config, compose
 from megatron_collab.inference import server as server_module
 from megatron_collab.launch import prepare, program
 from megatron_collab.observability.writers import wandb, writer_kinds
@@ -37,6 +36,8 @@ from megatron_collab.reward.workers import Job, RewardWorker
 from megatron_collab.rollout.users import UserError, reporting_errors
 from megatron_collab.runtime import files, process, rank0, ray_cluster, signals
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_STOPPED, RunStopped
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.extension import resolve
 from megatron_collab.trainer.megatron import parallel
 from megatron_collab.types import Missing, Task
 from tests.helpers import free_port, policy_servers
@@ -279,9 +280,9 @@ def test_a_key_of_a_writer_that_no_header_can_hold_is_refused(key: str, monkeypa
     """Weights & Biases would not even go on offline."""
     monkeypatch.setenv("WANDB_API_KEY", key)
     with pytest.raises(ConfigError, match=r"^WANDB_API_KEY: must be printable ASCII without line breaks, and without"):
-        writer_kinds(Config())
+        writer_kinds(Config().run)
     monkeypatch.setenv("WANDB_API_KEY", key.strip().removesuffix("é"))
-    assert ("wandb" in writer_kinds(Config())) is bool(key.strip())
+    assert ("wandb" in writer_kinds(Config().run)) is bool(key.strip())
 
 
 # Folders

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from megatron_collab import evaluate
 from megatron_collab.checkpoint.convert import to_checkpoint
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.launch import models, prepare
 from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.inputs import record_inputs
@@ -26,6 +26,7 @@ from megatron_collab.launch.spec import RunSpec
 from megatron_collab.models import hf_config
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
 from megatron_collab.runtime.trial import TrialError, run_trial
+from megatron_collab.settings import ConfigError
 from megatron_collab.synthesis import build_dataset
 from megatron_collab.train import main
 from tests.borders.damage import (

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.checkpoint.hf import HFTensors
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_config
+from megatron_collab.settings import ConfigError
 from megatron_collab.trainer.megatron import model as policies
 from tests.helpers import make_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import ConfigError
+from megatron_collab.settings import ConfigError
 
 
 @pytest.fixture

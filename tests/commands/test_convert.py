@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from megatron_collab.checkpoint.checkpointer import Checkpoints
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.launch.trainer_specs import trainer_spec
 from megatron_collab.models import hf_to_megatron
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.trainer.trainer import PolicyTrainer
 from tests.conftest import serving_config
 from tests.helpers import in_turn, make_model, policy_servers

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config.prompt import PROMPTS
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import load_conversations, load_pairs, load_tasks
 from megatron_collab.data.preparation import groups_of_eval
 from megatron_collab.data.sources import Source
+from megatron_collab.settings.prompt import PROMPTS
 from tests.helpers import byte_level_tokenizer
 
 

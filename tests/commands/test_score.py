@@ -11,12 +11,13 @@ import pytest
 from aiohttp import web
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import ConfigError, EvaluateConfig, recorded
+from megatron_collab.config import EvaluateConfig, recorded
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.launch.data_specs import recorded_data
 from megatron_collab.observability import transcripts
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.rollout.recorded import played_groups
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Group
 from tests.llm.endpoint import Endpoint, in_thread, says
 from tests.proxy import recording_proxy

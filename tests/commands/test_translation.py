@@ -11,8 +11,9 @@ from megatron_collab.commands import translation
 from megatron_collab.commands.__main__ import run
 from megatron_collab.commands.shell_script import UNKNOWN, commands
 from megatron_collab.commands.translation import translate
-from megatron_collab.config import ConfigError, compose_program
+from megatron_collab.config import compose_program
 from megatron_collab.config.peers import NO, NOT_NEEDED
+from megatron_collab.settings import ConfigError
 
 SCRIPTS = Path(__file__).parent / "foreign"
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import SETTINGS, Change, Config, ConfigError, changes, compose
+from megatron_collab.config import Config, changes, compose
+from megatron_collab.observability.run_record import SETTINGS, Change
+from megatron_collab.settings import ConfigError
 
 
 def began(folder: Path, *overrides: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import CONF, AlgoConfig, Config, ConfigError, compose, groups, settings
-from megatron_collab.config.schema import DpoConfig, TeacherConfig
+from megatron_collab.config import CONF, Config, compose, groups, settings
 from megatron_collab.launch.validate import load
+from megatron_collab.settings import AlgoConfig, ConfigError
+from megatron_collab.settings.schema import DpoConfig, TeacherConfig
 from tests.helpers import refused
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_collab.config import AllOptions, ConfigError, compose, compose_program, declared, groups, peers
+from megatron_collab.config import AllOptions, compose, compose_program, groups, peers
 from megatron_collab.config.peers import NOT_NEEDED, OptionRow, System
 from megatron_collab.config.programs import BuildDatasetConfig, EvaluateConfig
+from megatron_collab.settings import ConfigError, declared
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {name: default for name, default, _ in declared(AllOptions)}

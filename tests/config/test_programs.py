@@ -11,21 +11,20 @@ import pytest
 
 from megatron_collab import evaluate, train
 from megatron_collab.config import (
-    SETTINGS,
     AllOptions,
     BuildDatasetConfig,
     CallConfig,
     Config,
-    ConfigError,
     EvaluateConfig,
     PlayConfig,
     UsersFromLogsConfig,
     changes,
     compose,
     compose_program,
-    declared,
     recorded,
 )
+from megatron_collab.observability.run_record import SETTINGS
+from megatron_collab.settings import ConfigError, declared
 from megatron_collab.synthesis import build_dataset
 from megatron_collab.user_logs import command
 from tests.helpers import configured

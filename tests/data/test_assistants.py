@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import BuildDatasetConfig, ConfigError
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.assistants import (
     CandidateAssistant,
     assistant_configs,
     candidate_assistants,
     with_all_settings,
 )
+from megatron_collab.settings import ConfigError
 from tests.helpers import configured
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megatron_collab.config import Config, ConfigError, RolloutConfig, SamplingConfig, bounded_jinja
-from megatron_collab.config.bounded_jinja import TemplateLimit
+from megatron_collab.config import Config
 from megatron_collab.data import chat_template
 from megatron_collab.data.chat_template import ChatRenderer, _bounded_template, render_once
 from megatron_collab.data.datasets import SupervisedData, conversation_row, write_jsonl
 from megatron_collab.environments import booking, tiny_model
 from megatron_collab.launch.data_specs import data_spec, prompt_spec
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import ConfigError, RolloutConfig, SamplingConfig, bounded_jinja
+from megatron_collab.settings.bounded_jinja import TemplateLimit
 from megatron_collab.types import Finish, Message, Turn
 from tests.helpers import byte_level_tokenizer
 

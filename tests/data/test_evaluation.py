@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.settings import ConfigError
 
 
 def config_with(sets: Any, eval_tasks: int = 8) -> Config:

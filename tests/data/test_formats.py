@@ -12,8 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_collab.config import ConfigError
-from megatron_collab.config.schema import FORMATS as NAMES
 from megatron_collab.data.answers import final_answer
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.examples import AUTO, RowFormat, load_conversations, load_tasks
@@ -24,6 +22,8 @@ from megatron_collab.environments import gsm8k
 from megatron_collab.reward.metrics import ScoredMetric
 from megatron_collab.reward.metrics.pass_rate import PassRate
 from megatron_collab.reward.metrics.rubric import criteria_of
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.schema import FORMATS as NAMES
 from megatron_collab.types import Conversation, Finish, Message, Task, Turn
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.data.mixture import Mixture, Pick
 from megatron_collab.data.sources import TrainingSource
+from megatron_collab.settings import ConfigError
 
 
 def mixture(*settings: dict, counts: tuple[int, ...], per_step: int = 4, keys: tuple = ()) -> Mixture:

@@ -370,7 +370,7 @@ def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, templat
 
 @pytest.mark.processes
 def test_a_template_that_does_not_end_for_a_role(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_collab.config.bounded_jinja.SECONDS", 0.2)
+    monkeypatch.setattr("megatron_collab.settings.bounded_jinja.SECONDS", 0.2)
     chat = chat_of(folder, "legacy", LOOPS)
     with pytest.raises(ValueError, match=r"refuses messages of the roles user, tool \(takes more than 0\.2 s\); move"):
         chat.check_shown([Message("user", "hi"), Message("tool", "4")])

@@ -13,7 +13,6 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.examples import load_tasks
 from megatron_collab.data.rows import open_rows
@@ -24,6 +23,7 @@ from megatron_collab.data.sources import (
     pin_sources,
     sources,
 )
+from megatron_collab.settings import ConfigError
 from tests.hub import serving
 
 ROWS = [{"question": f"{i} + {i}?", "answer": f"It is\n#### {2 * i}", "level": i % 3} for i in range(12)]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.data import datasets
 from megatron_collab.data.datasets import SupervisedData, SurveyedSources, TrainingData, render_sample, write_jsonl
 from megatron_collab.launch.data_specs import data_spec
+from megatron_collab.settings import ConfigError
 from tests.helpers import byte_level_tokenizer
 
 

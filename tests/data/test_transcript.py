@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_collab.config import Prompt, UserConfig
 from megatron_collab.data.transcript import escaped, render, visible_messages
 from megatron_collab.reward.metrics import judges_prompt, prompt
 from megatron_collab.rollout.users.llm import system_prompt
+from megatron_collab.settings import Prompt, UserConfig
 from megatron_collab.types import Conversation, Message, Task
 from tests.rollout.users.helpers import read_transcript
 

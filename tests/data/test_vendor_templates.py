@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.credit import sample
-from megatron_collab.config import ConfigError, SamplingConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.environments import tiny_model
+from megatron_collab.settings import ConfigError, SamplingConfig
 from megatron_collab.types import Conversation, Finish, Message, ToolCall, Turn
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end|>"]

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.commands import convert
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.planning.memory import plan_memory, read_run
+from megatron_collab.settings import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = re.findall(r"^    ((?:.*\\\n)*.*)$", (ROOT / "README.md").read_text(), re.MULTILINE)

@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 
 from megatron_collab.commands.__main__ import COMMANDS
-from megatron_collab.config import Config, declared, groups, peers
+from megatron_collab.config import Config, groups, peers
 from megatron_collab.config.load import ALIASES
+from megatron_collab.settings import declared
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_collab import environments
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.evaluation import evaluation_sets
 from megatron_collab.data.examples import load_conversations, load_tasks
@@ -22,6 +22,7 @@ from megatron_collab.environments.desk_language import GRAMMAR, HELD_OUT, KINDS,
 from megatron_collab.environments.desk_optimum import OPTIMAL, DeskPredictions
 from megatron_collab.environments.desk_user import DeskGoal
 from megatron_collab.launch.play_specs import reward_spec
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Message, Task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "desk.md"
@@ -228,7 +229,7 @@ def test_costs_that_cannot_be_stated_are_refused(options: dict, tmp_path: Path) 
     config = compose(["experiment=desk", f"data.dir={tmp_path}/world"])
     config.data.world_options = options
     with pytest.raises(ConfigError, match=r"^data\.world_options\.cost"):
-        environments.prepare(config)
+        environments.prepare(config.data, config.run.seed)
     assert not (tmp_path / "world").exists()
 
 

@@ -7,10 +7,11 @@ import pytest
 from safetensors.torch import load_file
 
 from megatron_collab import environments
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.examples import load_conversations, load_tasks
 from megatron_collab.environments import World, booking
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Task
 
 
@@ -103,4 +104,4 @@ def test_a_world_needs_a_folder() -> None:
     nowhere = config(Path("x"))
     nowhere.data.dir = None
     with pytest.raises(ValueError, match=r"data\.dir: not set"):
-        environments.prepare(nowhere)
+        environments.prepare(nowhere.data, nowhere.run.seed)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config.extension import NoOptions
 from megatron_collab.environments import gsm8k
 from megatron_collab.environments.gsm8k import Gsm8k
+from megatron_collab.settings.extension import NoOptions
 
 
 @pytest.mark.parametrize(

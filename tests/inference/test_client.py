@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.inference import client
 from megatron_collab.inference.client import EngineError, ServerGone, SGLangClient, UnreadableCall
 from megatron_collab.inference.spec import ClientSpec
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Finish, ToolCall, Turn
 
 ANSWER = {

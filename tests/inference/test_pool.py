@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import EngineError, SGLangClient
 from megatron_collab.inference.pool import ServerPool
 from megatron_collab.inference.server import UNPUBLISHED, SGLangServer
 from megatron_collab.inference.spec import Placement
+from megatron_collab.settings import SamplingConfig
 from tests.conftest import Served
 from tests.inference.test_server import PROMPTS, sample, with_client
 

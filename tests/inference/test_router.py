@@ -16,12 +16,12 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.inference import client
 from megatron_collab.inference.client import EngineError, ServerGone
 from megatron_collab.inference.router import Router
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import LOAD_FACTOR, choose
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Finish, Turn
 from tests.inference.test_client import ANSWER, stream, stream_turn
 

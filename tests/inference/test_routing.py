@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from megatron_collab.algo.credit import sample
-from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config import Config
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.launch.trainer_specs import trainer_spec
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Batch, Turn
 from tests.conftest import serving_config
 from tests.helpers import make_model, policy_servers

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_collab.config import EvaluateConfig, LoraConfig
+from megatron_collab.config import EvaluateConfig
 from megatron_collab.inference import served
 from megatron_collab.inference.served import ModelServers, score_fault
 from megatron_collab.inference.server import ServerError
 from megatron_collab.inference.spec import Placement, ServerSpec, Serves, ServingSpec
 from megatron_collab.launch import server_specs
 from megatron_collab.runtime.process import wait_for
+from megatron_collab.settings import LoraConfig
 from megatron_collab.types import Conversation, Message
 from tests.conftest import serving_config
 from tests.helpers import make_reward_model, policy_servers
@@ -162,7 +163,8 @@ def test_a_model_without_one_output_is_refused(tmp_path: Path, described: dict |
 # What a run and an evaluation do with names before they start; prints the reward model's and its files.
 FETCH = """
 import sys
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
+from megatron_collab.settings import ConfigError
 from megatron_collab.launch import evaluation, prepare, server_specs
 from megatron_collab.runtime import hub
 try:

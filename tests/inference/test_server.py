@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config import Config
 from megatron_collab.data.chat_template import ChatRenderer, load_tokenizer
 from megatron_collab.inference import KEY_VARIABLE, PARENT_VARIABLE
 from megatron_collab.inference import server as server_module
@@ -36,6 +36,7 @@ from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.rollout import thinking
 from megatron_collab.runtime import device, files, stacks, toolkit
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Finish, ToolCall, Turn
 from tests.conftest import Served, serving_config
 from tests.helpers import make_model, policy_servers

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.inference import server_args
 from megatron_collab.inference.server import arguments, refusal
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.servers import check_arguments
+from megatron_collab.settings import ConfigError
 from tests.conftest import serving_config
 from tests.helpers import make_model, policy_servers, refused
 

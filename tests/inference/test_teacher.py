@@ -15,13 +15,14 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.environments import tiny_model
 from megatron_collab.inference import client
 from megatron_collab.inference.teacher import KEY, ServedTeacher
 from megatron_collab.launch import teacher
 from megatron_collab.runtime import signals
 from megatron_collab.runtime.process import Preempted, RunStopped
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Sample
 from tests.conftest import Served
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.inference.client import SGLangClient
 from megatron_collab.inference.spec import ClientSpec
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Turn
 from tests.conftest import Served
 from tests.helpers import make_model

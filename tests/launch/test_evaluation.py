@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_collab import evaluate
-from megatron_collab.config import Config, ConfigError, EvaluateConfig, compose
+from megatron_collab.config import Config, EvaluateConfig, compose
 from megatron_collab.inference import server
 from megatron_collab.launch import evaluation, inherited, server_specs, servers
 from megatron_collab.launch.spec import building_spec
 from megatron_collab.runtime import device
+from megatron_collab.settings import ConfigError
 from megatron_collab.synthesis import settings
 from tests.helpers import make_model
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.launch import extensions
 from megatron_collab.launch.extensions import check_extensions
+from megatron_collab.settings import ConfigError
 
 if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from megatron_collab.algo.advantages import Grpo
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import Equal
-from megatron_collab.config import ConfigError
+from megatron_collab.settings import ConfigError
 from megatron_collab.data.examples import TaskReader
 from megatron_collab.environments import World
 from megatron_collab.reward.metrics import Metric

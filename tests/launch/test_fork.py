@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.checkpoint import storage
-from megatron_collab.config import Config, ConfigError, LoraConfig, compose
+from megatron_collab.config import Config, compose
 from megatron_collab.launch.fork import fork
 from megatron_collab.runtime import hub
+from megatron_collab.settings import ConfigError, LoraConfig
 from tests.ranks import make_model
 
 

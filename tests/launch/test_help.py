@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import Config, compose, declared, groups
+from megatron_collab.config import Config, compose, groups
 from megatron_collab.launch.help import composed_settings, help_text
 from megatron_collab.reward import metrics
 from megatron_collab.rollout import users
 from megatron_collab.rollout.tools import toolbox
+from megatron_collab.settings import declared
 from megatron_collab.train import main
 
 

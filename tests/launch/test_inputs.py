@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, EvaluateConfig, PlayConfig
+from megatron_collab.config import Config, EvaluateConfig, PlayConfig
 from megatron_collab.launch import inputs
 from megatron_collab.launch.data_specs import data_spec, evaluation_data
 from megatron_collab.launch.inputs import record_inputs
 from megatron_collab.runtime.process import LAUNCHER
+from megatron_collab.settings import ConfigError
 
 ROWS = [json.dumps({"messages": [{"role": "user", "content": f"hello {number}"}]}) + "\n" for number in range(4)]
 CODE = "class Mine:\n    pass\n"

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
-from megatron_collab.config.option import check_declared
+from megatron_collab.config import Config
 from megatron_collab.launch import layout
 from megatron_collab.models import parallel_layout
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.option import check_declared
 from tests.helpers import configured
 
 DENSE = {

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron_collab import train
-from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.config import Config, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.data.survey import Survey
 from megatron_collab.launch import prepare, tasks
@@ -19,6 +19,7 @@ from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.runtime import process
+from megatron_collab.settings import ConfigError
 from tests.helpers import byte_level_tokenizer
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, EndpointConfig
+from megatron_collab.config import Config
 from megatron_collab.launch.endpoints import check_prices
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
+from megatron_collab.settings import ConfigError, EndpointConfig
 
 MODELS = ("openai/nobody-knows", "openai/gpt-4o-mini", "policy", "served/judge", "openai/given")
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import Config, ConfigError, bounded_jinja
+from megatron_collab.config import Config
 from megatron_collab.launch import prompts
 from megatron_collab.launch.prompts import check_prompts
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.runtime.process import EXIT_BAD_INPUT
+from megatron_collab.settings import ConfigError, bounded_jinja
 
 ENDLESS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.launch import endpoints, server_specs, validate
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.recording import Call, CallKey, Shard, Usage
 from megatron_collab.rollout import llm_endpoints
+from megatron_collab.settings import ConfigError
 
 REPLAYED = ["experiment=gsm8k", "user.name=llm", "user.model=served/gone", "servers={gone: {model: /no/such/model}}"]
 REPLAYED += [

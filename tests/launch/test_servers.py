@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.launch import remarks, server_specs, servers, validate
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.runtime import device, driver
+from megatron_collab.settings import ConfigError
 from tests import helpers
 from tests.e2e import test_gpu
 from tests.helpers import make_model

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, compose
+from megatron_collab.config import Config, compose
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.launch import tasks, teacher, validate
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.planning import memory
+from megatron_collab.settings import ConfigError
 from tests.helpers import byte_level_tokenizer, make_model, refused
 
 GOAL = ["algo=distill", "algo.teacher.context=goal"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megatron_collab.config import EndpointConfig
+from megatron_collab.settings import EndpointConfig
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_collab.config import LlmConfig
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.llm.client import LlmClient, Messages
 from megatron_collab.llm.limiter import FinishedCall, Limiter, Reservation
+from megatron_collab.settings import LlmConfig
 from tests.llm.endpoint import Endpoint, Reply, says
 
 SCORE = [Field("score", float, 0.0, 1.0)]

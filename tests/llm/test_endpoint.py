@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 
 from megatron_collab import patches
-from megatron_collab.config import ConfigError, EndpointConfig, SamplingConfig
 from megatron_collab.llm.answer import Field, LlmError, json_schema
 from megatron_collab.llm.cache import key_of
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.endpoint import check_access, check_settings, check_support, identity
 from megatron_collab.rollout.llm_assistant import LlmAssistant
+from megatron_collab.settings import ConfigError, EndpointConfig, SamplingConfig
 from megatron_collab.types import Message
 from tests.llm.endpoint import Endpoint, fails, says
 

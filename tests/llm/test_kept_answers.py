@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import LlmConfig
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import LlmClient
+from megatron_collab.settings import LlmConfig
 from tests.llm.endpoint import Endpoint, fails, hangs, says
 from tests.llm.questions import GOOD, QUESTION, SCORE, LocalLimiter, play
 

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError
 
-from megatron_collab.config import Config, LlmConfig
+from megatron_collab.config import Config
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.limiter import MINUTE, BudgetSpent, CallQueue, FinishedCall, Limiter, LimiterDied, Reservation
 from megatron_collab.runtime.ray_cluster import ray_session
+from megatron_collab.settings import LlmConfig
 
 LEDGER = Path("spend.json")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, EndpointConfig
+from megatron_collab.config import Config
 from megatron_collab.llm.answer import Answer, AnswerTooLong, Field, LlmError
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
@@ -23,6 +23,7 @@ from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.recording import SUFFIX, Call, CallKey, Recording, Shard, Usage
 from megatron_collab.llm.tape import NotRecorded, Tape, open_tape
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import EndpointConfig
 from tests.helpers import configured
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm import client as clients
 from megatron_collab.llm.answer import Field
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.served import ServedModel
+from megatron_collab.settings import EndpointConfig
 from tests.helpers import free_port
 from tests.llm.endpoint import Endpoint, says
 

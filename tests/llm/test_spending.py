@@ -13,11 +13,11 @@ import litellm
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import LlmConfig
 from megatron_collab.llm import limiter as limiters
 from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.limiter import BudgetSpent
+from megatron_collab.settings import LlmConfig
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, resets, says, writes
 from tests.llm.questions import GOOD, QUESTION, SCORE, play, with_limiter
 

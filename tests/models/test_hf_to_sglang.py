@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from megatron_collab import patches
-from megatron_collab.config import LoraConfig
 from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_sglang import Parameter, ServerLayout
 from megatron_collab.patches.sglang import leave_offsets_unpinned
 from megatron_collab.rehearsal.servers import as_rank
+from megatron_collab.settings import LoraConfig
 from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from tests.ranks import run_ranks
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import LoraConfig
-from megatron_collab.config.schema import LORA_TARGETS
 from megatron_collab.models import lora
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.hf_to_megatron import pieces, shard_shape
+from megatron_collab.settings import LoraConfig
+from megatron_collab.settings.schema import LORA_TARGETS
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, run_record
 from megatron_collab.observability import report
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.summary import evaluation_summary
@@ -36,11 +36,11 @@ def evaluated(run: Run, step: int, planted: bool) -> None:
 def test_the_gap_is_in_every_place_with_its_interval(tmp_path: Path) -> None:
     config = Config()
     config.run.dir, config.train.steps, config.train.eval_every = str(tmp_path), 4, 2
-    with Run(config, config.train, 0, {}, {}) as run:
+    with Run(run_record(config), config.train, 0, {}, {}) as run:
         for step in (0, 2):
             evaluated(run, step, planted=True)
     (tmp_path / "metrics.jsonl").write_text("")
-    with Run(config, config.train, 2, {}, {}) as run:  # resumed
+    with Run(run_record(config), config.train, 2, {}, {}) as run:  # resumed
         evaluated(run, 4, planted=True)
         run.finish()
     records = json.loads((tmp_path / "evaluations.json").read_text())
@@ -60,7 +60,7 @@ def test_the_gap_is_in_every_place_with_its_interval(tmp_path: Path) -> None:
 def test_a_set_that_was_not_evaluated_at_this_step_gives_no_gap(tmp_path: Path) -> None:
     config = Config()
     config.run.dir, config.train.steps = str(tmp_path), 4
-    with Run(config, config.train, 0, {}, {}) as run:
+    with Run(run_record(config), config.train, 0, {}, {}) as run:
         run.evaluation("users/before", "users", 0, {}, evaluation("0", True, False, False, tasks=4), "goals")
     assert not any(
         key.startswith("gap") for key in json.loads((tmp_path / "evaluations.json").read_text())["users/before"]

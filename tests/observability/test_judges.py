@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, run_record
 from megatron_collab.llm.answer import Field
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.client import LlmClient
@@ -76,7 +76,7 @@ def test_a_version_that_changes_during_a_run_raises_one_alarm(
     config.run.dir, config.train.steps = str(tmp_path / "run"), 9
     run_folder, alarms = tmp_path / "run", tmp_path / "run" / "alarms.jsonl"
     groups = [judged_by(judgment, f"t-{at}") for at, judgment in enumerate(judgments)]
-    with Run(config, config.train, 0, {}, {}) as run:
+    with Run(run_record(config), config.train, 0, {}, {}) as run:
         run.evaluation("unjudged", "", 0, {}, [group()])
         assert not (run_folder / "judges.jsonl").exists()
         run.evaluation("before", "", 0, {}, groups[:1])
@@ -95,11 +95,11 @@ def test_a_version_that_changes_during_a_run_raises_one_alarm(
     assert event == {"step": 1, "kind": "alarm", "text": f"{text}; conversations t-2/0/0"}
     page = report.write(run_folder).read_text()
     assert "judge/polite" in page and NEW in page and OLD in page
-    with Run(config, config.train, 0, {}, {}) as run:  # no checkpoint: the steps are repeated, but not the evaluation
+    with Run(run_record(config), config.train, 0, {}, {}) as run:  # no checkpoint: it repeats the steps only
         assert not lines(alarms)
         run.transcripts(0, [groups[2]])
     assert [row["step"] for row in lines(alarms)] == [0]
-    with Run(config, config.train, 1, {}, {}) as run:
+    with Run(run_record(config), config.train, 1, {}, {}) as run:
         run.transcripts(1, [groups[2]])
     assert [row["step"] for row in lines(alarms)] == [0]
 

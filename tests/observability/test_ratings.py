@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import ratings
 from megatron_collab.observability.ratings import RatedSide, Rating
+from megatron_collab.settings import ConfigError
 
 SIDES = (RatedSide("run", "before", "d1"), RatedSide("run", "after", "d2"))
 NAMES = [side[:2] for side in SIDES]

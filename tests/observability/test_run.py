@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_collab.config import Config
+from megatron_collab.config import Config, run_record
 from megatron_collab.observability import folder
 from megatron_collab.observability.run import Run, Stopwatch, line
 from megatron_collab.types import (
@@ -59,7 +59,7 @@ def config(folder: Path) -> Config:
 
 def opened(folder: Path, start: int = 0, seconds: float = 0.0) -> Run:
     settings = config(folder)
-    return Run(settings, settings.train, start, {"seconds": seconds}, NAMES)
+    return Run(run_record(settings), settings.train, start, {"seconds": seconds}, NAMES)
 
 
 def group(right: Score = 1.0, reply: str = "which day ?") -> Group:
@@ -187,7 +187,7 @@ def test_the_best_checkpoint_is_not_that_of_an_evaluation_without_all_scores(
 ) -> None:
     settings = config(tmp_path)
     settings.train.steps, settings.train.eval_every, settings.train.keep_best = 8, 2, "eval/right"
-    with Run(settings, settings.train, 0, {}, {}) as run:
+    with Run(run_record(settings), settings.train, 0, {}, {}) as run:
         for step, right, incomplete in ((2, 0.25, 0.0), (4, 0.75, 1.0)):
             (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
             run.evaluation(f"step_{step}", "", step, {"score/right": right, "incomplete": incomplete}, [group(right)])
@@ -278,10 +278,10 @@ def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsy
 def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) -> None:
     settings = config(tmp_path)
     settings.train.steps, settings.train.eval_every = 8, 2
-    with Run(settings, settings.train, 0, {}, {}) as run:
+    with Run(run_record(settings), settings.train, 0, {}, {}) as run:
         assert [evaluate(run, "", step, 0.5) for step in (0, 1, 2, 4)] == ["before", None, "step_2", "step_4"]
     time.sleep(1.0)  # TensorBoard reads its files by name, in which the second comes before a number of this process
-    with Run(settings, settings.train, 2, {}, {}) as run:  # from the checkpoint of step 2: step 4 is trained again
+    with Run(run_record(settings), settings.train, 2, {}, {}) as run:  # from step 2: step 4 is trained again
         assert not (tmp_path / "eval_step_4.parquet").exists()
         assert [evaluate(run, "", step, 0.25) for step in (2, 3, 4, 8)] == [None, None, "step_4", "after"]
         run.finish()
@@ -290,7 +290,7 @@ def test_a_resumed_run_repeats_no_evaluation_that_is_recorded(tmp_path: Path) ->
         (0, 0.5), (2, 0.5), (4, 0.25), (8, 0.25)
     ]  # fmt: skip
     settings.train.steps = 12
-    with Run(settings, settings.train, 8, {}, {}) as run:
+    with Run(run_record(settings), settings.train, 8, {}, {}) as run:
         assert evaluate(run, "", 8, 0.0) is None, "it was the last one, and is one between the steps now"
         assert evaluate(run, "", 12, 0.75) == "after"
     records = json.loads((tmp_path / "evaluations.json").read_text())
@@ -312,29 +312,29 @@ def test_the_best_checkpoint_is_named_and_a_resumed_run_finds_it_again(
         assert row["checkpoint"] == f"checkpoints/step_{row['step']}" and row["metric"] == metric
         return row["step"], row["value"]
 
-    with Run(settings, settings.train, 0, {}, {}) as run:
+    with Run(run_record(settings), settings.train, 0, {}, {}) as run:
         evaluate(run, "", 0, 1.0 if metric[0] == "e" else 0.0)
         assert not (tmp_path / "best.json").exists(), "there is no checkpoint of the weights before training"
         for step, right in ((2, 0.25), (4, 0.75), (6, 0.75 if metric[0] == "e" else 0.25)):
             (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
             evaluate(run, "", step, right)
         assert best() == expected
-    with Run(settings, settings.train, 6, {}, {}):
+    with Run(run_record(settings), settings.train, 6, {}, {}):
         assert best() == expected
     (tmp_path / "checkpoints" / f"step_{expected[0]}").rmdir()  # of a run that kept none until now
-    with Run(settings, settings.train, 6, {}, {}):
+    with Run(run_record(settings), settings.train, 6, {}, {}):
         assert best() == (6, expected[1])
 
 
 def test_what_changed_when_a_run_went_on_is_a_line_of_its_history(tmp_path: Path) -> None:
     settings = config(tmp_path)
-    with Run(settings, settings.train, 0, {}, {}) as run:
+    with Run(run_record(settings), settings.train, 0, {}, {}) as run:
         run.finish()
     assert not (tmp_path / "history.jsonl").exists()
     settings.train.steps, settings.optim.lr = 6, 0.5
-    with Run(settings, settings.train, 4, {}, {}):
+    with Run(run_record(settings), settings.train, 4, {}, {}):
         assert not (tmp_path / "result.json").exists(), "a run that trains on is not finished"
-    with Run(settings, settings.train, 5, {}, {}):
+    with Run(run_record(settings), settings.train, 5, {}, {}):
         pass
     changes = rows(tmp_path / "history.jsonl")
     assert [(row["step"], *map(row.get, ("setting", "before", "after"))) for row in changes] == [
@@ -402,7 +402,7 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
     settings.run.wandb_project, settings.run.wandb_name = "p", "first evening"
     settings.run.wandb_group, settings.run.wandb_tags = "g", ["a", "b"]
     for start in (0, 1):
-        with suppress(ZeroDivisionError), Run(settings, settings.train, start, {}, {}) as run:
+        with suppress(ZeroDivisionError), Run(run_record(settings), settings.train, start, {}, {}) as run:
             evaluate(run, "math", start, 0.5)
             run.record(start, METRICS)
             _ = 1 / start  # the first start fails

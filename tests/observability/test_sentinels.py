@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import Config, compose
+from megatron_collab.config import Config, compose, run_record
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.observability import report, sentinels
 from megatron_collab.observability.habits import habits
@@ -151,12 +151,12 @@ def test_alarms_are_on_the_console_in_a_file_and_in_the_report(
     config = Config()
     config.run.dir, config.train.steps = str(tmp_path), 9
     alarm = Alarm("questions", 2.5, 0.25, ["task-3/1/0", "task-4/0/0"])
-    with Run(config, config.train, 0, {}, {}) as run:
+    with Run(run_record(config), config.train, 0, {}, {}) as run:
         run.alarms(3, [alarm])
         run.alarms(6, [Alarm("flattery", 1.5, 0.0, ["task-6/0/0", "task-7/0/0"])])
     line = "step 4: sentinel questions: 2.5, baseline 0.25; conversations task-3/1/0, task-4/0/0"
     assert f"megatron-collab: {line}\n" in capsys.readouterr().err
-    with Run(config, config.train, 5, {}, {}):  # resumed from step 5: step 6 is repeated
+    with Run(run_record(config), config.train, 5, {}, {}):  # resumed from step 5: step 6 is repeated
         rows = [json.loads(text) for text in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     assert [(row["step"], row["sentinel"]) for row in rows] == [(3, "questions")]
     page = report.write(tmp_path).read_text()

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_collab.algo.advantages import with_advantages
 from megatron_collab.algo.credit import CreditSpec, samples_of
-from megatron_collab.config import AlgoConfig, ConfigError, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.observability import tokens, transcripts
 from megatron_collab.reward.multiturn import reward_function
+from megatron_collab.settings import AlgoConfig, ConfigError, TrainingRewardConfig, TrainingRolloutConfig
 from megatron_collab.types import (
     Conversation,
     Ending,

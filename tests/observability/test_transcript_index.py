@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import evaluations, transcript_index, transcripts
 from megatron_collab.observability.transcript_index import FuturePlace, Index, Query
+from megatron_collab.settings import ConfigError
 from tests.observability.test_transcripts import ODD, group, old_lines, row
 
 Rows = list[dict[str, Any]]

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import transcripts
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import ConfigError
 
 ODD = "a \ud800 \u2028 \x00 ünï \U0001f600 <b>"
 

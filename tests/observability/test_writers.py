@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, resolve
+from megatron_collab.config import Config, run_record
 from megatron_collab.observability import writers
 from megatron_collab.observability.writers import Writers, writer_kinds
+from megatron_collab.settings import ConfigError, resolve
 
 MINE = """
 from dataclasses import dataclass
 from threading import Event
 
-from megatron_collab.config import option
+from megatron_collab.settings import option
 from megatron_collab.observability.writers import Writer
 
 LOG, GO = [], Event()
@@ -82,7 +83,7 @@ def config(folder: Path, *names: str, **options: Any) -> Config:
 def write(settings: Config, *starts: int) -> None:
     """A run whose starts before the last one fail."""
     for start in starts:
-        run = Writers(settings, start)
+        run = Writers(run_record(settings), start)
         run.scalars(start, METRICS)
         run.conversations(start, "eval/math", [ROW])
         run.close(failed=start != starts[-1])
@@ -153,14 +154,14 @@ def test_what_cannot_work_is_refused_in_one_line(
             here = {key.replace("FILE", str(file)): options for key, options in value.items()}
         setattr(config.run, name, here)
     with pytest.raises(ConfigError) as refused:
-        writer_kinds(config)
+        writer_kinds(config.run)
     message = str(refused.value)
     assert message.startswith(why.replace("FILE", str(file))) and "\n" not in message
 
 
 def test_weights_and_biases_is_written_with_its_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert [*writer_kinds(Config())] == ["tensorboard"]
+    assert [*writer_kinds(Config().run)] == ["tensorboard"]
 
 
 # The packages themselves, offline

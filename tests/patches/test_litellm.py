@@ -10,9 +10,9 @@ import litellm
 import pytest
 from litellm._internal_context import is_internal_call
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.llm.client import LlmClient
+from megatron_collab.settings import EndpointConfig
 
 
 @pytest.mark.processes

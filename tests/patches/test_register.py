@@ -26,7 +26,7 @@ NOT_HERE = ("sglang", "transformer-engine")  # libraries that a process with Meg
 # State of the process that Python documents as variables; runtime/redact.py replaces how its streams write.
 DOCUMENTED_STATE = {"os.environ", "tempfile.tempdir", "sys.stdout", "sys.stderr", "sys.stderr.write"}
 # They import modules of their own: files of the user, TransformerEngine with the reference kernels.
-IMPORTERS = ("config/extension.py", "rehearsal/te_cpu/imports.py")
+IMPORTERS = ("settings/extension.py", "rehearsal/te_cpu/imports.py")
 # Names with an underscore that the language and its library document.
 DOCUMENTED = {"_exit", "_current_frames", "_getframe", "_replace", "_asdict"}
 
@@ -195,7 +195,7 @@ def test_devices_are_named_in_one_place() -> None:
     Three files of runtime/ are about CUDA itself: its driver, its compiler, its libraries.
     """
     naming = {PACKAGE / "runtime" / name for name in ("device.py", "driver.py", "toolkit.py", "gpu_set.py")}
-    naming.add(PACKAGE / "config" / "schema.py")
+    naming.add(PACKAGE / "settings" / "schema.py")
     names = [
         f"{file}:{number}"
         for file in sorted(PACKAGE.rglob("*.py"))

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, EndpointConfig, SamplingConfig
+from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.llm.recording import Call, Usage
 from megatron_collab.planning import llm_cost
 from megatron_collab.planning.llm_cost import Calls, Cost, Means, RoleCalls
 from megatron_collab.rollout.conversation import FuturesPlayer
+from megatron_collab.settings import EndpointConfig, SamplingConfig
 from megatron_collab.synthesis.synthesis import next_task
 from megatron_collab.types import Conversation, Message, Task, Turn
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_collab.config import CONF, Config, ConfigError, compose
+from megatron_collab.config import CONF, Config, compose
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning import activations, memory
+from megatron_collab.settings import ConfigError
 from megatron_collab.trainer import logprobs
 from megatron_collab.trainer.host_memory import PIECE
 from megatron_collab.trainer.losses import apply_head

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from megatron_collab.commands.__main__ import run
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.planning.memory import (
@@ -28,6 +28,7 @@ from megatron_collab.rehearsal import servers
 from megatron_collab.rehearsal.compare import lines, ratios, table
 from megatron_collab.rehearsal.publishing import Publishing
 from megatron_collab.rehearsal.run import RankMemory, rehearse
+from megatron_collab.settings import ConfigError
 from megatron_collab.trainer import logprobs
 from tests.helpers import policy_servers
 

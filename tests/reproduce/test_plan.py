@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.reproduce.__main__ import main
 from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
 from megatron_collab.reproduce.study import Arm, Column, Study, known, read, select
+from megatron_collab.settings import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.data.datasets import write_jsonl
 from megatron_collab.reproduce import plan, run
 from megatron_collab.reproduce.page import page
@@ -21,6 +20,7 @@ from megatron_collab.reproduce.plan import Stage, StudyOptions
 from megatron_collab.reproduce.results import ArmResult, Effort, results_of
 from megatron_collab.reproduce.study import Arm, Column, Study, StudyTask, read
 from megatron_collab.runtime import signals
+from megatron_collab.settings import ConfigError
 from megatron_collab.statistics import Estimate, mean
 
 

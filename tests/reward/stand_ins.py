@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 
-from megatron_collab.config import LlmConfig, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import RewardClient, RewardWorker, Scores
+from megatron_collab.settings import LlmConfig, RewardConfig
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.reward.metrics import accuracy
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Missing
 from tests.reward.fakes import FakeJudge, about, metric, play, score
 

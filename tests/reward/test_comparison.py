@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import LlmConfig, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.reward.comparison import agreement, group_rewards, merge_metrics, rescore
 from megatron_collab.reward.workers import RewardWorker
+from megatron_collab.settings import LlmConfig, RewardConfig
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 from tests.reward.fakes import about
 

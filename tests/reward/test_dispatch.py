@@ -16,11 +16,11 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from megatron_collab.config import LlmConfig, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.reward.workers import Job, RewardClient, Scored, Scores
 from megatron_collab.runtime.ray_cluster import start_actor
+from megatron_collab.settings import LlmConfig, RewardConfig
 from megatron_collab.types import Ending, Judgment, Message, Missing, Score
 from tests.reward.stand_ins import TASK, WEIGHTS, Asker, TestingWorker, ended, settings
 

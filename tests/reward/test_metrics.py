@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.reward import metrics
+from megatron_collab.settings import RewardConfig
 from megatron_collab.types import Conversation, Message
 from tests.reward.fakes import about, play, score
 

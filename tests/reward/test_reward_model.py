@@ -13,13 +13,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.inference import client
 from megatron_collab.inference.server import SGLangServer
 from megatron_collab.llm.tape import Tape, open_tape
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import reward_model
 from megatron_collab.reward.metrics.reward_model import KEY_VARIABLE
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Conversation, Message, Missing, Score
 from tests.conftest import serving_config
 from tests.helpers import make_reward_model, policy_servers

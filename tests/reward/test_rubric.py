@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, EndpointConfig
-from megatron_collab.config.schema import RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.reward.explanations import explained
 from megatron_collab.reward.metrics import Judge, ScoredMetric
 from megatron_collab.reward.metrics.judged import Interactivity
 from megatron_collab.reward.metrics.rubric import Criterion, read_criteria
 from megatron_collab.rollout.llm_endpoints import judge_endpoints
+from megatron_collab.settings import ConfigError, EndpointConfig
+from megatron_collab.settings.schema import RewardConfig
 from megatron_collab.types import Missing, Task
 from tests.reward.fakes import FakeJudge, about, metric, play, score
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import ray
 
-from megatron_collab.config import LlmConfig, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.llm import limiter
 from megatron_collab.llm.served import ServedModel
@@ -19,6 +18,7 @@ from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import Job, RewardWorker, Scored, Scores
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.ray_cluster import start_actor
+from megatron_collab.settings import LlmConfig, RewardConfig
 from megatron_collab.types import Conversation, Ending, Judgment, Message, Missing, Score, Task
 from tests.reward.stand_ins import TASK, WEIGHTS, Process, TestingWorker, ended, settings, worker_of
 

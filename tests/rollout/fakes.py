@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.config import Config, RolloutConfig, SamplingConfig
-from megatron_collab.config.schema import UserConfig
+from megatron_collab.config import Config
 from megatron_collab.launch.play_specs import tool_spec, user_directory
 from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.rollout.users import UserReply
+from megatron_collab.settings import RolloutConfig, SamplingConfig
+from megatron_collab.settings.schema import UserConfig
 from megatron_collab.types import Conversation, Finish, Message, Task, ToolCall, Turn
 
 END = 0

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_collab.config import Config, compose, read_prompt
+from megatron_collab.config import Config, compose
 from megatron_collab.launch.play_specs import play_spec, reward_spec
 from megatron_collab.llm.answer import Field
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.users import UserReply
+from megatron_collab.settings import read_prompt
 from megatron_collab.types import Conversation, Future, Group, Message, Task
 from tests.rollout.fakes import STOP, CharacterRenderer, FakePolicy
 

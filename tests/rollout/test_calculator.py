@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from megatron_collab.config.extension import NoOptions
 from megatron_collab.rollout.tools import ToolError
 from megatron_collab.rollout.tools.calculator import Calculator
+from megatron_collab.settings.extension import NoOptions
 from megatron_collab.types import Message, Task
 
 TASK = Task("t", (Message("user", "hi"),), "goal", "answer", "testing")

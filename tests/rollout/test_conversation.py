@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megatron_collab.algo.credit import conversation_samples, sample
-from megatron_collab.config import TrainingRewardConfig
 from megatron_collab.inference.client import EngineError
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.llm.limiter import BudgetSpent
@@ -18,6 +17,7 @@ from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace, se
 from megatron_collab.rollout.users import UserError, UserReply
 from megatron_collab.runtime.redact import LONGEST_EXCERPT
 from megatron_collab.runtime.time_limit import uncounted
+from megatron_collab.settings import TrainingRewardConfig
 from megatron_collab.types import (
     Conversation,
     Ending,

@@ -10,13 +10,14 @@ from unittest.mock import Mock
 import pytest
 import ray
 
-from megatron_collab.config import Config, LlmConfig
-from megatron_collab.config.schema import AssistantConfig
+from megatron_collab.config import Config
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.llm import limiter
 from megatron_collab.rollout import workers
 from megatron_collab.runtime import keys
+from megatron_collab.settings import LlmConfig
+from megatron_collab.settings.schema import AssistantConfig
 
 
 def test_users_have_the_runs_limits_prices_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import RolloutConfig
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import find_tool
 from megatron_collab.runtime import side_loop
 from megatron_collab.runtime.process import wait_for
+from megatron_collab.settings import RolloutConfig
 from megatron_collab.types import Message, Task
 from tests.rollout.fakes import FakePolicy, toolbox_of
 

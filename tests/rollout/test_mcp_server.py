@@ -16,13 +16,13 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.launch.play_specs import play_spec, tool_spec
 from megatron_collab.launch.prepare import compare_tools
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.tools import ToolFailure, mcp_server
 from megatron_collab.rollout.tools.toolbox import LONGEST_RESULT, Toolbox
 from megatron_collab.runtime.process import wait_for
+from megatron_collab.settings import ConfigError, RolloutConfig
 from tests.helpers import free_port, listening
 from tests.llm.endpoint import Endpoint, in_thread
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of

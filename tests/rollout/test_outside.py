@@ -126,7 +126,7 @@ def test_a_run_waits_for_as_many_phases_as_it_has(two_turns: str) -> None:
 UNUSABLE = """
 from dataclasses import dataclass
 
-from megatron_collab.config import option
+from megatron_collab.settings import option
 from megatron_collab.rollout.player import Player
 from megatron_collab.types import Conversation, Future, Group, Missing, Reward, Rollout
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError
-from megatron_collab.config.prompt import PROMPTS
-from megatron_collab.config.schema import UserConfig
+from megatron_collab.config import Config
 from megatron_collab.launch.data_specs import prompt_spec
 from megatron_collab.reward import metrics
 from megatron_collab.rollout.users.llm import system_prompt
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.prompt import PROMPTS
+from megatron_collab.settings.schema import UserConfig
 from megatron_collab.types import Conversation, Message, Missing, Task
 from tests.reward.fakes import FakeJudge, about, metric, play
 

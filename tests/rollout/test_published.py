@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import ConfigError, compose
+from megatron_collab.config import compose
 from megatron_collab.launch import validate
 from megatron_collab.rollout.users.llm import system_prompt
+from megatron_collab.settings import ConfigError
 from tests.rollout.published import BEFORE, FUTURES, GOLDEN, JUDGED, NAMES, play, preset, task_of
 
 

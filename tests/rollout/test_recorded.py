@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.data.examples import load_tasks
 from megatron_collab.observability import transcripts
 from megatron_collab.observability.folder import append, rows_of
 from megatron_collab.rollout.recorded import groups_of, rows_of_step
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import (
     Conversation,
     Ending,

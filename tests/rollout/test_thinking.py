@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import SamplingConfig
 from megatron_collab.rollout import thinking
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Finish, Turn
 from tests.rollout.fakes import END, CharacterRenderer, decode, encode, routing
 

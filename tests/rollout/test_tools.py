@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, RolloutConfig
 from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.launch.play_specs import play_spec, tool_spec
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox, check_call, find_tool
+from megatron_collab.settings import ConfigError, RolloutConfig
 from megatron_collab.types import Ending, Future, Group, Message, Task, ToolCall
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, FakeUsers, config, toolbox_of
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, ConfigError, UserConfig
-from megatron_collab.config.schema import CHAT
+from megatron_collab.config import Config
 from megatron_collab.launch.play_specs import play_spec, tool_spec
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.recording import Recording, Shard
@@ -24,6 +23,8 @@ from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.tools.of_user import UserCall, noted_calls
 from megatron_collab.rollout.tools.toolbox import ConversationTools, find_tool
 from megatron_collab.rollout.users import Users
+from megatron_collab.settings import ConfigError, UserConfig
+from megatron_collab.settings.schema import CHAT
 from megatron_collab.types import Conversation, Ending, Future, Message, Task
 from tests.llm.endpoint import Endpoint, Reply
 from tests.rollout.fakes import CharacterRenderer, FakePolicy, config

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, RolloutConfig
-from megatron_collab.config.extension import make_absolute
 from megatron_collab.launch.play_specs import tool_spec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.toolbox import Toolbox
 from megatron_collab.runtime import verl
+from megatron_collab.settings import ConfigError, RolloutConfig
+from megatron_collab.settings.extension import make_absolute
 from megatron_collab.types import Message, Task
 from tests.rollout.fakes import FakePolicy, toolbox_of
 from tests.rollout.foreign import TOOLS, WEATHER

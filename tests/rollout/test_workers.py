@@ -19,7 +19,6 @@ import pytest
 import ray
 
 from megatron_collab.config import Config
-from megatron_collab.config.schema import RunConfig
 from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking, tiny_model
@@ -38,6 +37,7 @@ from megatron_collab.rollout.users import Users
 from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime.process import Hung
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
+from megatron_collab.settings.schema import RunConfig
 from megatron_collab.types import Ending, Group, Message, Missing, Task
 from tests.helpers import free_port
 from tests.llm.endpoint import Endpoint, in_thread, says

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.launch.validate import load
 from megatron_collab.runtime import device, driver, toolkit
+from megatron_collab.settings import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +188,7 @@ def test_a_torch_for_cpus_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.processes
 def test_importing_the_module_imports_no_library() -> None:
-    """config/schema.py needs it before any check; torch alone would cost over a second."""
+    """settings/schema.py needs it before any check; torch alone would cost over a second."""
     code = (
         "import sys, megatron_collab.runtime.device; print({'torch', 'ray', 'sglang', 'megatron'} & set(sys.modules))"
     )

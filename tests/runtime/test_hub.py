@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 START = """
 import sys
 from pathlib import Path
-from megatron_collab.config import ConfigError
+from megatron_collab.settings import ConfigError
 from megatron_collab.runtime import hub
 for path in sys.argv[2:]:
     try:
@@ -114,7 +114,7 @@ def test_a_local_folder_wins_and_a_path_is_no_name(
 UPLOAD = """
 import sys
 from pathlib import Path
-from megatron_collab.config import ConfigError
+from megatron_collab.settings import ConfigError
 from megatron_collab.runtime import hub
 for repo in sys.argv[2:]:
     try:

@@ -154,7 +154,8 @@ def test_workers_take_the_keys_and_rays_own_processes_have_none(tmp_path: Path) 
         import psutil
         import ray
 
-        from megatron_collab.config import Config, RewardConfig
+        from megatron_collab.config import Config
+        from megatron_collab.settings import RewardConfig
         from megatron_collab.launch.play_specs import reward_spec
         from megatron_collab.llm import limiter
         from megatron_collab.reward.workers import RewardWorker

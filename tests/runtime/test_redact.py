@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import megatron_collab
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config, run_record
 from megatron_collab.launch.validate import refuse_keys
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.observability.run import Run
 from megatron_collab.runtime.redact import LONGEST_EXCERPT, excerpt, redact
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Conversation, Ending, Future, Group, Message, Missing, Reward, Rollout, Task
 from tests.helpers import refused
 from tests.llm.endpoint import Endpoint, fails
@@ -328,7 +329,7 @@ def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
     group = Group(task, (Rollout(start, tuple(futures), Reward(Missing(KEY))),))
     config = Config()
     config.run.dir, config.train.steps, config.user.api_base = str(tmp_path), 1, f"http://me:{KEY}@host"
-    with Run(config, config.train, 0, {}, {}) as run:
+    with Run(run_record(config), config.train, 0, {}, {}) as run:
         for when in ("before", "after"):
             run.evaluation(when, "", 0, {"reward": 1.0}, [group])
         run.transcripts(0, [group])

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.runtime import verl
 from megatron_collab.runtime.side_loop import SideLoop
+from megatron_collab.settings import ConfigError
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import BuildDatasetConfig, ConfigError
+from megatron_collab.config import BuildDatasetConfig
 from megatron_collab.data.evaluation import evaluation_sets
+from megatron_collab.settings import ConfigError
 from megatron_collab.synthesis.settings import check_building
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_collab.config import Config, ConfigError, EvaluateConfig
+from megatron_collab.config import Config, EvaluateConfig
 from megatron_collab.runtime import device, gpu_environment
+from megatron_collab.settings import ConfigError
 from megatron_collab.talk import models
 from megatron_collab.talk.models import RunModel, find_model, hf_folder, models_of
 from megatron_collab.talk.settings import WHOLE, GpuShare, run_settings

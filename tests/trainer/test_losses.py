@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_collab.algo.policy_loss import PolicyTerms
-from megatron_collab.config import AlgoConfig
+from megatron_collab.settings import AlgoConfig
 from megatron_collab.trainer.losses import (
     Report,
     importance_weights,

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from megatron_collab.algo.advantages import token_weights
-from megatron_collab.config import AlgoConfig, compose
+from megatron_collab.config import compose
+from megatron_collab.settings import AlgoConfig
 from megatron_collab.trainer.losses import policy_objective
 
 RNG = np.random.default_rng(5)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_collab.config import OptimConfig
+from megatron_collab.settings import OptimConfig
 from megatron_collab.trainer.network import learning_rate
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_collab.algo.advantages import with_advantages
-from megatron_collab.config import AlgoConfig, DpoConfig
+from megatron_collab.settings import AlgoConfig, DpoConfig
 from megatron_collab.statistics import mean
 from megatron_collab.trainer import preference
 from megatron_collab.trainer.preference import pair_metric_names, pair_terms, preference_objective, validation_metrics

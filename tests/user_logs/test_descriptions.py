@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import EndpointConfig
+from megatron_collab.settings import EndpointConfig
 from megatron_collab.types import Message, Task
 from megatron_collab.user_logs.descriptions import NoDescription, describe_user
 from megatron_collab.user_logs.logs import LoggedConversation

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_collab.config import ConfigError
+from megatron_collab.settings import ConfigError
 from megatron_collab.user_logs.personal import PersonalData, Placeholders
 from megatron_collab.user_logs.plain import PlainText
 from tests.user_logs.forms import FORMS, KINDS, WRITINGS, is_left, written

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_collab.config import SETTINGS
 from megatron_collab.observability import evaluations, folder, metric_kinds, tokens, transcripts
 from megatron_collab.observability.judges import JudgeChange
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.runtime.process import FINISHED
 
 Row = dict[str, Any]

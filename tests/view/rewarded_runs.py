@@ -9,11 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import SETTINGS, RewardConfig
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.observability import folder, transcripts
 from megatron_collab.observability.folder import rows_of
+from megatron_collab.observability.run_record import SETTINGS
 from megatron_collab.reward.comparison import group_rewards
+from megatron_collab.settings import RewardConfig
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Missing, Reward, Rollout, Score, Turn
 from tests.reward.fakes import about
 

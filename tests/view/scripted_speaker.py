@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
-from megatron_collab.config import SETTINGS
+from megatron_collab.observability.run_record import SETTINGS
 from tests.view.recorded_runs import GOAL, MARKS, MARKUP, scores
 
 Row = dict[str, Any]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import evaluations, folder, transcripts
 from megatron_collab.observability.report import table
 from megatron_collab.observability.transcripts import by_group
+from megatron_collab.settings import ConfigError
 from megatron_collab.statistics import difference, mean
 from megatron_collab.view import comparison
 from megatron_collab.view.comparison import Side, compared, parts, side

@@ -11,9 +11,9 @@ from scipy import stats
 from starlette.testclient import TestClient
 
 from megatron_collab.commands.__main__ import run as run_command
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import evaluations, transcripts
 from megatron_collab.observability.ratings import FIRST, SECOND, TIE
+from megatron_collab.settings import ConfigError
 from megatron_collab.view import command, server
 from megatron_collab.view.judge import judge_check
 from megatron_collab.view.labels import Label

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
+from megatron_collab.settings import ConfigError
 from megatron_collab.view import labels
 from megatron_collab.view.labels import Label, read
 

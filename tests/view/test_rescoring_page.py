@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import CONF, RewardConfig, compose
+from megatron_collab.config import CONF, compose
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.launch.validate import check_reward
 from megatron_collab.reward.multiturn import FORMULAS
+from megatron_collab.settings import RewardConfig
 from megatron_collab.types import Group, Missing, Reward, Score
 from tests.view import rewarded_runs
 from tests.view.browser import Open, assert_accessible, chosen, expect, needs_browser, wait_for_choice

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, RewardConfig
 from megatron_collab.observability import metric_kinds, tokens, transcripts
 from megatron_collab.observability.transcript_index import Index
+from megatron_collab.settings import ConfigError, RewardConfig
 from megatron_collab.view import runs
 from megatron_collab.view.runs import RunView
 from megatron_collab.view.selection import selection

@@ -8,9 +8,9 @@ from urllib.parse import parse_qsl
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.observability import transcripts
 from megatron_collab.observability.transcript_index import Index, Query
+from megatron_collab.settings import ConfigError
 from megatron_collab.view.selection import Selection, columns, places, selection
 from tests.observability.test_transcripts import row
 

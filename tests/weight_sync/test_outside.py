@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.launch import server_specs
 from megatron_collab.launch.servers import check_servers
 from megatron_collab.launch.trainer_specs import sync_spec, trainer_layout
 from megatron_collab.planning.memory import sync_buckets
+from megatron_collab.settings import ConfigError
 from megatron_collab.weight_sync import in_place
 from megatron_collab.weight_sync.plan import plan_sync
 from megatron_collab.weight_sync.sync import WeightSync

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from megatron_collab.config import CONF, LoraConfig, compose
-from megatron_collab.config.schema import LORA_TARGETS
+from megatron_collab.config import CONF, compose
 from megatron_collab.launch.trainer_specs import trainer_layout
 from megatron_collab.models import hf_config, hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape
 from megatron_collab.models.hf_to_sglang import ServerLayout
 from megatron_collab.models.parallel_layout import TrainerLayout, stage_layers
+from megatron_collab.settings import LoraConfig
+from megatron_collab.settings.schema import LORA_TARGETS
 from megatron_collab.weight_sync import plan
 from megatron_collab.weight_sync.encoding import placed
 from megatron_collab.weight_sync.fp8_blocks import FP8_BLOCK, fp8_nbytes, fp8_scales

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_collab.config import Config, LoraConfig
+from megatron_collab.config import Config
 from megatron_collab.inference.server import ServerError, SGLangServer
 from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.models import hf_to_megatron, hf_to_sglang, lora
 from megatron_collab.models.hf_config import Experts, ModelShape, Rope
 from megatron_collab.models.hf_to_sglang import ServerLayout
+from megatron_collab.settings import LoraConfig
 from megatron_collab.weight_sync import in_place, sync
 from megatron_collab.weight_sync.fp8_blocks import fp8_scales
 from megatron_collab.weight_sync.http_protocol import ServerCall

@@ -25,7 +25,7 @@ import ray
 import torch.distributed as dist
 
 from megatron_collab.algo.credit import CreditSpec
-from megatron_collab.config import Config
+from megatron_collab.config import Config, run_record
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.launch.data_specs import data_spec
@@ -88,7 +88,7 @@ def steps_a_second(workers: list[Any], folder: Path, staleness: int, steps: int)
     weights: Any = SimpleNamespace()
     credit = CreditSpec(config.algo, config.reward, config.rollout)
     trained = 0
-    with Run(config, config.train, 0, {}, {}) as run:
+    with Run(run_record(config), config.train, 0, {}, {}) as run:
         rollouts = RolloutManager(config.train, credit, data_spec(config), servers, weights, run, {})
         began = time.monotonic()
         for step in range(steps):

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
-from megatron_collab.config import BuildDatasetConfig, PlayConfig
+from megatron_collab.config import BuildDatasetConfig, PlayConfig, run_record
 from megatron_collab.data.datasets import task_row, write_jsonl
 from megatron_collab.environments import tiny_model
 from megatron_collab.launch.spec import building_spec
@@ -165,7 +165,7 @@ def build(config: BuildDatasetConfig) -> tuple[float, list[list[Group]]]:
     pool, spec = SimpleNamespace(recover=lambda: None), building_spec(config)
     servers: Any = SimpleNamespace(workers=Workers(workers, [], workers[0]), pool=pool, lost_all=lambda: False)
     servers.play, servers.timeout = spec.play, 150.0
-    with RunFolder(config, start=0, steps=0) as run:
+    with RunFolder(run_record(config), start=0, steps=0) as run:
         synthesis = Timed(config, spec, spec.play, spec.data, run, lambda: None, Lead.standalone(servers, 0))
         with synthesis.standalone():
             (eval_set,) = synthesis.sets

@@ -26,10 +26,11 @@ from typing import Any
 
 from simulated.clock import VirtualLoop
 
-from megatron_collab.config import Config, SamplingConfig
+from megatron_collab.config import Config
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.conversation import FuturesPlayer, RolloutPlace
 from megatron_collab.rollout.users import UserReply
+from megatron_collab.settings import SamplingConfig
 from megatron_collab.types import Conversation, Finish, Future, Message, Task, Turn
 
 TASKS, SMOKE_TASKS = 16, 2

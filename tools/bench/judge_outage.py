@@ -35,10 +35,10 @@ from megatron_collab import patches
 
 patches.apply("litellm")
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Field
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.reward.metrics import Judge
+from megatron_collab.settings import EndpointConfig
 from megatron_collab.types import Missing
 
 JUDGEMENTS, AT_ONCE, SEED = 500, 24, 0

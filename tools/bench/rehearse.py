@@ -12,8 +12,8 @@ import json
 import time
 
 from megatron_collab import patches
-from megatron_collab.config import ConfigError
 from megatron_collab.rehearsal.te_cpu.install import install
+from megatron_collab.settings import ConfigError
 
 EXPERIMENT = "experiment=train_70b"
 SMOKE = ["train.stage=sft", "model.path=models/Llama-3.1-8B-Instruct", "parallel.pp=2", "launch.nodes=2"]

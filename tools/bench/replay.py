@@ -39,13 +39,14 @@ from megatron_collab import patches
 
 patches.apply("litellm")
 
-from megatron_collab.config import Config, EndpointConfig
+from megatron_collab.config import Config
 from megatron_collab.llm.answer import Field, LlmError
 from megatron_collab.llm.cache import Cache
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.llm.recording import Recording
 from megatron_collab.llm.tape import open_tape
+from megatron_collab.settings import EndpointConfig
 
 CONVERSATIONS, SMOKE_CONVERSATIONS, TIMED, AT_ONCE, TURNS, REPLAYS = 500, 10, 50, 32, 4, 5
 INSTRUCTIONS = "You are a user who wants a table for some people, on a day, at a time. " * 20

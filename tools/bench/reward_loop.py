@@ -16,11 +16,12 @@ from pathlib import Path
 
 import ray
 
-from megatron_collab.config import Config, TrainingRewardConfig
+from megatron_collab.config import Config
 from megatron_collab.launch.play_specs import reward_spec
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.workers import RewardClient, RewardWorker
 from megatron_collab.runtime.ray_cluster import ray_session, start_actor
+from megatron_collab.settings import TrainingRewardConfig
 from megatron_collab.types import Conversation, Ending, Finish, Message, Score, Task, Turn
 
 FUTURES, SMOKE_FUTURES = 4000, 80

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from megatron_collab.config import Extension, TrainingRewardConfig, build, lookup
-from megatron_collab.config.schema import TURN_CREDITS
+from megatron_collab.settings import Extension, TrainingRewardConfig, build, lookup
+from megatron_collab.settings.schema import TURN_CREDITS
 from megatron_collab.types import EMPTY, Conversation, Task
 
 

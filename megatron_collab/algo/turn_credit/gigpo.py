@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_collab.algo.turn_credit import Episode, Share, TurnCredit
-from megatron_collab.config import option
+from megatron_collab.settings import option
 
 
 class GiGpo(TurnCredit):

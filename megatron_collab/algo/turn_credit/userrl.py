@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_collab.algo.turn_credit import Episode, Share, TurnCredit
-from megatron_collab.config import option
+from megatron_collab.settings import option
 
 
 class UserRl(TurnCredit):

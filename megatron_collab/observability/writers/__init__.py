@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +15,10 @@ from threading import Event, Thread
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from megatron_collab.config import Extension, PlayConfig, build, header_fault, lookup, nearest, require, uses_wandb
+from megatron_collab.observability.run_record import RunRecord
 from megatron_collab.runtime import files, keys
 from megatron_collab.runtime.redact import excerpt, redacted
+from megatron_collab.settings import Extension, RunConfig, build, header_fault, lookup, nearest, require, uses_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,11 @@ class Writer(Extension):
     install: ClassVar[str] = ""
     key_names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
-        """Open it for a run that starts or resumes at step `start`."""
+    def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
+        """Open it for a run that starts or resumes at step `start`.
+
+        `run`: the options run.NAME, such as run.dir; `settings`: all settings by group and name, without keys.
+        """
         super().__init__(options)
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -62,12 +65,12 @@ class Writer(Extension):
         """End of the run; `failed`: by an error. Returns when everything is written."""
 
 
-def writer_kinds(config: PlayConfig) -> dict[str, tuple[type[Writer], Any]]:
+def writer_kinds(run: RunConfig) -> dict[str, tuple[type[Writer], Any]]:
     """The classes and options of a run's writers, by name; Weights & Biases only with its key.
 
     Raises ConfigError, also for a key that no header can hold.
     """
-    run, kinds = config.run, dict[str, tuple[type[Writer], Any]]()
+    kinds = dict[str, tuple[type[Writer], Any]]()
     for name in run.writers:
         if name == "wandb" and not uses_wandb(run):
             continue
@@ -87,11 +90,12 @@ def writer_kinds(config: PlayConfig) -> dict[str, tuple[type[Writer], Any]]:
 class Writers:
     """The writers of a run that starts or resumes at step `start`, each in a thread: none can end or delay the run."""
 
-    def __init__(self, config: PlayConfig, start: int) -> None:
+    def __init__(self, record: RunRecord, start: int) -> None:
         with keys.in_environment("WANDB_API_KEY"):
-            kinds = writer_kinds(config)
+            kinds = writer_kinds(record.run)
+        settings = redacted(record.settings)
         self._threads = [
-            _WriterThread(name, partial(kind, options, config, start), kind.key_names)
+            _WriterThread(name, partial(kind, options, record.run, settings, start), kind.key_names)
             for name, (kind, options) in kinds.items()
         ]
         deadline = time.monotonic() + _OPEN_SECONDS
@@ -156,14 +160,9 @@ class _WriterThread:
             logger.warning(f"writer {self._name}: {redacted(reason)}")
 
 
-def logged_settings(config: PlayConfig) -> dict[str, Any]:
-    """All settings of the run, without keys."""
-    return redacted(asdict(config))
-
-
-def run_id(config: PlayConfig, writer: str) -> str:
+def run_id(run: RunConfig, writer: str) -> str:
     """The id of the run at a writer, the same for all its starts: the content of the file WRITER_id."""
-    file = Path(config.run.dir) / f"{writer}_id"
+    file = Path(run.dir) / f"{writer}_id"
     if not file.exists():
         files.replace(file, uuid4().hex)
     return file.read_text()

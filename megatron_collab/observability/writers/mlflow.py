@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import PlayConfig, option
-from megatron_collab.config.load import leaves
-from megatron_collab.observability.writers import Rows, Writer, logged_settings, plain_text
+from megatron_collab.observability.writers import Rows, Writer, plain_text
 from megatron_collab.runtime import files
+from megatron_collab.settings import RunConfig, option
+from megatron_collab.settings.values import leaves
 
 _PARAMS = 100  # that one request may hold
 _PARAM_LENGTH = 500
@@ -27,13 +27,13 @@ class MlflowWriter(Writer):
         uri: str | None = option(None, "tracking server or store; null: MLFLOW_TRACKING_URI")
         experiment: str = option("megatron-collab", "name of the experiment, created if it does not exist")
 
-    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
-        super().__init__(options, config, start)
+    def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
+        super().__init__(options, run, settings, start)
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._client, self._metric = MlflowClient(options.uri), Metric
-        folder = Path(config.run.dir)
+        folder = Path(run.dir)
         file = folder / "mlflow_id"
         if file.exists():
             self._id = file.read_text()
@@ -43,7 +43,7 @@ class MlflowWriter(Writer):
         of = experiment.experiment_id if experiment else self._client.create_experiment(options.experiment)
         self._id = self._client.create_run(of, run_name=folder.name).info.run_id
         files.replace(file, self._id)
-        values = leaves(logged_settings(config))
+        values = leaves(settings)
         params = [Param(_name(name), str(value)[:_PARAM_LENGTH]) for name, value in values]
         for at in range(0, len(params), _PARAMS):
             self._client.log_batch(self._id, params=params[at : at + _PARAMS])

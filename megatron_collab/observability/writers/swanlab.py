@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import PlayConfig, option
-from megatron_collab.observability.writers import Rows, Writer, logged_settings, plain_text, run_id
+from megatron_collab.observability.writers import Rows, Writer, plain_text, run_id
+from megatron_collab.settings import RunConfig, option
 
 
 class SwanlabWriter(Writer):
@@ -22,19 +22,19 @@ class SwanlabWriter(Writer):
             None, "null: SWANLAB_MODE, else online; offline: only in run.dir", choices=("online", "local", "offline")
         )
 
-    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
-        super().__init__(options, config, start)
+    def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
+        super().__init__(options, run, settings, start)
         import swanlab
 
         self._text = swanlab.Text
-        folder = Path(config.run.dir)
+        folder = Path(run.dir)
         self._run = swanlab.init(
             project=options.project,
             name=folder.name,
             mode=options.mode,
             log_dir=str(folder / "swanlab"),
-            config=logged_settings(config),
-            id=run_id(config, "swanlab"),
+            config=settings,
+            id=run_id(run, "swanlab"),
             resume="allow",
         )
 

@@ -7,18 +7,18 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from megatron_collab.config import PlayConfig
 from megatron_collab.observability.writers import Rows, Writer, plain_text
+from megatron_collab.settings import RunConfig
 
 
 class TensorBoardWriter(Writer):
     """An earlier start's events from step `start` on are dropped."""
 
-    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
-        super().__init__(options, config, start)
+    def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
+        super().__init__(options, run, settings, start)
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(Path(config.run.dir) / "tensorboard"), purge_step=start)
+        self._writer = SummaryWriter(str(Path(run.dir) / "tensorboard"), purge_step=start)
 
     def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config import PlayConfig, option
-from megatron_collab.observability.writers import Rows, Writer, logged_settings, plain_text, run_id
+from megatron_collab.observability.writers import Rows, Writer, plain_text, run_id
+from megatron_collab.settings import RunConfig, option
 
 
 class TrackioWriter(Writer):
@@ -19,15 +19,15 @@ class TrackioWriter(Writer):
     class Options:
         project: str = option("megatron-collab", "name of the project")
 
-    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
-        super().__init__(options, config, start)
+    def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
+        super().__init__(options, run, settings, start)
         import trackio
 
         self._markdown = trackio.Markdown
         self._run = trackio.init(
             project=options.project,
-            name=f"{Path(config.run.dir).name}-{run_id(config, 'trackio')[:6]}",
-            config=logged_settings(config),
+            name=f"{Path(run.dir).name}-{run_id(run, 'trackio')[:6]}",
+            config=settings,
             resume="allow",
             embed=False,
             auto_log_gpu=False,

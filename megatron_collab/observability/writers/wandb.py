@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_collab.config import PlayConfig
-from megatron_collab.observability.writers import Rows, Writer, cells, logged_settings, run_id
+from megatron_collab.observability.writers import Rows, Writer, cells, run_id
+from megatron_collab.settings import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -19,12 +19,11 @@ class WandbWriter(Writer):
     package = "wandb"
     key_names = ("WANDB_API_KEY",)
 
-    def __init__(self, options: Any, config: PlayConfig, start: int) -> None:
-        super().__init__(options, config, start)
+    def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
+        super().__init__(options, run, settings, start)
         import wandb
 
         self._wandb = wandb
-        run = config.run
         init = partial(
             wandb.init,
             project=run.wandb_project,
@@ -32,8 +31,8 @@ class WandbWriter(Writer):
             group=run.wandb_group,
             tags=list(run.wandb_tags),
             dir=run.dir,
-            config=logged_settings(config),
-            id=run_id(config, "wandb"),
+            config=dict(settings),
+            id=run_id(run, "wandb"),
             resume="allow",
             settings=wandb.Settings(init_timeout=_SECONDS),
         )

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import (
+from megatron_collab.data.transcript import quoted, render
+from megatron_collab.llm.answer import Field, LlmError, how_to_answer
+from megatron_collab.llm.endpoint import SERVED
+from megatron_collab.reward.explanations import explain, gather_in_order
+from megatron_collab.settings import (
     EndpointConfig,
     Extension,
     Prompt,
@@ -24,10 +28,6 @@ from megatron_collab.config import (
     read_prompt,
     require,
 )
-from megatron_collab.data.transcript import quoted, render
-from megatron_collab.llm.answer import Field, LlmError, how_to_answer
-from megatron_collab.llm.endpoint import SERVED
-from megatron_collab.reward.explanations import explain, gather_in_order
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 if TYPE_CHECKING:  # LiteLLM takes a second to import, and checking the settings needs none of it

@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_collab.config import option, require
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt
 from megatron_collab.reward.metrics.equality import Verdict, of_texts, readable
 from megatron_collab.reward.metrics.formulas import verdict
 from megatron_collab.reward.metrics.stated_answer import stated_answer
 from megatron_collab.runtime import keys
+from megatron_collab.settings import option, require
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 SOFT_LIMIT = 4.0  # CPU seconds of one comparison; then it is unclear

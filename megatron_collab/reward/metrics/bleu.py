@@ -9,9 +9,9 @@ from typing import Any
 
 import sacrebleu
 
-from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Metric, judges_prompt
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _FIELDS = (Field("document", str, help="the document"),)

@@ -12,9 +12,9 @@ from typing import Any
 
 import tiktoken
 
-from megatron_collab.config import option
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.reward.metrics import Metric
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Score, Task
 
 

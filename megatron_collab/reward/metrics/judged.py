@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_collab.config import SUFFIX, option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import PLACEHOLDER, PLACEHOLDERS, THOUGHT, Metric, judges_prompt, prompt
+from megatron_collab.settings import SUFFIX, option
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 # The two published rubrics, reworded: prompts/interactivity_*.j2.

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_collab import sandbox
-from megatron_collab.config import option
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Judge, Metric, judges_prompt
 from megatron_collab.reward.metrics.code_blocks import extract, merged, parses
 from megatron_collab.sandbox import Limits, Program, SandboxError
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 _CHECK = re.compile(r"^def check\b", re.MULTILINE)

@@ -20,8 +20,6 @@ from typing import Any
 
 import aiohttp
 
-from megatron_collab.config import ADDRESS, ServedConfig, header_fault, option
-from megatron_collab.config.documents import parse_json
 from megatron_collab.data.transcript import escaped
 from megatron_collab.inference.client import EngineError, ServerGone, TransientError, post
 from megatron_collab.inference.served import score_fault
@@ -29,6 +27,8 @@ from megatron_collab.llm.answer import LlmError
 from megatron_collab.llm.endpoint import SERVED
 from megatron_collab.llm.recording import Usage
 from megatron_collab.reward.metrics import Judge, Metric
+from megatron_collab.settings import ADDRESS, ServedConfig, header_fault, option
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.types import Conversation, Message, Missing, Score, Task
 
 KEY_VARIABLE = "REWARD_MODEL_API_KEY"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_collab.config import option
 from megatron_collab.data.parsing import json_in
 from megatron_collab.data.readers import CRITERIA
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.explanations import gather_in_order
 from megatron_collab.reward.metrics import THOUGHT, Metric, judges_prompt, prompt
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Missing, Score, Task
 
 # The names of a criterion's text and points in HealthBench and in Rubrics as Rewards.

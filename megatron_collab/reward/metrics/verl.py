@@ -6,10 +6,10 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_collab.config import option
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.runtime import verl
 from megatron_collab.runtime.side_loop import SideLoop
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Score, Task
 
 _FORMS = ("solution_str", "messages")

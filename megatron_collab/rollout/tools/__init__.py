@@ -14,8 +14,8 @@ from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
-from megatron_collab.config import Extension
 from megatron_collab.runtime.side_loop import in_thread
+from megatron_collab.settings import Extension
 from megatron_collab.types import Task, ToolCall
 
 Schema = Mapping[str, Any]  # a function in OpenAI's format: {"name": …, "description": …, "parameters": JSON schema}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_collab.config import ConfigError, require
 from megatron_collab.rollout.tools import Schema, Tool, run
+from megatron_collab.settings import ConfigError, require
 from megatron_collab.types import Task
 
 

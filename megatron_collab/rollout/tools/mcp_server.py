@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from megatron_collab.config import ADDRESS, ConfigError, build, header_fault, nearest, option, require
 from megatron_collab.patches.mcp import ServerOutput, bound_output
 from megatron_collab.rollout.tools import Schema, ToolError, ToolFailure, ToolLost, Toolset
 from megatron_collab.runtime.redact import redact
 from megatron_collab.runtime.text import one_line
+from megatron_collab.settings import ADDRESS, ConfigError, build, header_fault, nearest, option, require
 from megatron_collab.types import Task, ToolCall
 
 if TYPE_CHECKING:  # takes a second to import, and most runs use no MCP server

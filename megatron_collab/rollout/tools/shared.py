@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from megatron_collab.config import require
 from megatron_collab.rollout.tools import Schema, Toolset, run
 from megatron_collab.rollout.tools.function import schema_of
+from megatron_collab.settings import require
 from megatron_collab.types import Task, ToolCall
 
 

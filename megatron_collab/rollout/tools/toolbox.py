@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jsonschema
 
-from megatron_collab.config import ConfigError, Resolved, build, lookup, nearest, require
 from megatron_collab.inference.client import UnreadableCall
 from megatron_collab.rollout.tools import Schema, Tool, ToolFailure, ToolLost, ToolResult, Toolset, run
 from megatron_collab.rollout.tools.function import tool_of
@@ -26,6 +25,7 @@ from megatron_collab.rollout.tools.mcp_server import McpTools, server
 from megatron_collab.rollout.tools.of_user import UserTools
 from megatron_collab.rollout.tools.verl import verl_tools
 from megatron_collab.runtime.process import ends_caller
+from megatron_collab.settings import ConfigError, Resolved, build, lookup, nearest, require
 from megatron_collab.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:

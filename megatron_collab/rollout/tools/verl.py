@@ -14,11 +14,11 @@ from uuid import uuid4
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_collab.config import ConfigError, option, require
-from megatron_collab.config.documents import bounded, parse_yaml
 from megatron_collab.rollout.tools import Tool, ToolFailure, ToolResult
 from megatron_collab.runtime import files, verl
 from megatron_collab.runtime.side_loop import SideLoop
+from megatron_collab.settings import ConfigError, option, require
+from megatron_collab.settings.documents import bounded, parse_yaml
 from megatron_collab.types import Task
 
 _METHODS = ("create", "execute", "calc_reward", "release")

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron_collab.config import (
+from megatron_collab.runtime.process import ends_caller
+from megatron_collab.runtime.redact import excerpt
+from megatron_collab.settings import (
     ConfigError,
     EndpointConfig,
     Extension,
@@ -27,9 +29,7 @@ from megatron_collab.config import (
     nearest,
     require,
 )
-from megatron_collab.config.extension import NoOptions
-from megatron_collab.runtime.process import ends_caller
-from megatron_collab.runtime.redact import excerpt
+from megatron_collab.settings.extension import NoOptions
 from megatron_collab.types import EMPTY, Conversation, Message, Task
 
 if TYPE_CHECKING:  # LiteLLM takes seconds to import, and checking a name needs none of it

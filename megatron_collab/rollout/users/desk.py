@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_collab.config import UserConfig
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.environments import desk_user
 from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.settings import UserConfig
 from megatron_collab.types import Conversation, Task
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_collab.config import SUFFIX, ConfigError, PromptError, UserConfig, option, read_prompt
 from megatron_collab.reward.metrics.accuracy import compare
 from megatron_collab.reward.metrics.equality import Verdict
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
+from megatron_collab.settings import SUFFIX, ConfigError, PromptError, UserConfig, option, read_prompt
 from megatron_collab.types import Conversation, Missing, Task
 
 RIGHT = "That is right."

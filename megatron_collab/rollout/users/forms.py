@@ -11,11 +11,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_collab.config.documents import parse_json
-from megatron_collab.config.schema import CHAT
 from megatron_collab.data.control_tokens import each_text
 from megatron_collab.data.transcript import escaped, visible_messages
 from megatron_collab.rollout.tools.of_user import UserCall, noted_calls
+from megatron_collab.settings.documents import parse_json
+from megatron_collab.settings.schema import CHAT
 from megatron_collab.types import Message, visible
 
 GREETING = "Hello! What can I do for you?"  # the assistant's, before the user's first message; many templates need one

@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_collab.config import ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
-from megatron_collab.config.schema import CHAT, JSON, USER_MODEL
 from megatron_collab.data.transcript import quoted, render
 from megatron_collab.llm.answer import Field, LlmError, MalformedAnswer
 from megatron_collab.llm.endpoint import POLICY, SERVED, served_by_run
@@ -26,6 +24,8 @@ from megatron_collab.rollout.users import User, UserError, UserReply, Users
 from megatron_collab.rollout.users.forms import chat_request, read_arguments, split_thought
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, EMPTY, refusal
 from megatron_collab.runtime import files
+from megatron_collab.settings import ConfigError, EndpointConfig, Prompt, PromptError, UserConfig, read_prompt
+from megatron_collab.settings.schema import CHAT, JSON, USER_MODEL
 from megatron_collab.types import Conversation, Message, Task
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_collab import environments
-from megatron_collab.config import UserConfig
-from megatron_collab.config.documents import parse_json
 from megatron_collab.data import answers
 from megatron_collab.data.transcript import visible_messages
 from megatron_collab.rollout.users import User, UserError, UserReply, Users
+from megatron_collab.settings import UserConfig
+from megatron_collab.settings.documents import parse_json
 from megatron_collab.types import Conversation, Task
 
 ASK_ME = "Please ask me what you need to know, or tell me the answer."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_collab.config import UserConfig, option
 from megatron_collab.rollout.users import User, UserError, UserReply, Users, options_of
 from megatron_collab.runtime import verl
 from megatron_collab.runtime.side_loop import SideLoop
+from megatron_collab.settings import UserConfig, option
 from megatron_collab.types import Conversation, Ending, Message, Task
 
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")

@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from megatron_collab.config import ConfigError, require, resolve
 from megatron_collab.runtime.side_loop import LateCall, SideLoop
+from megatron_collab.settings import ConfigError, require, resolve
 
 SECONDS = 120.0  # of a constructor, as in launch/extensions.py
 _ALL_ARGS, _ALL_KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD

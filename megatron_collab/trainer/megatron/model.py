@@ -17,12 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_collab.checkpoint.hf import load_hf, unwrap
-from megatron_collab.config import LoraConfig
 from megatron_collab.models import hf_config
 from megatron_collab.models.hf_to_megatron import ModelShape
 from megatron_collab.patches import megatron
 from megatron_collab.runtime import device, hub
 from megatron_collab.runtime.process import beat
+from megatron_collab.settings import LoraConfig
 from megatron_collab.trainer.megatron import lora
 from megatron_collab.trainer.megatron.config import backend_spec, transformer_config
 from megatron_collab.trainer.megatron.layers import RotaryTable, rotated, rotation

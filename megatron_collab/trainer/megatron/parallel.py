@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_collab.config import LaunchConfig, TrainingLaunchConfig
 from megatron_collab.patches.megatron import refuse_visible_cuda
 from megatron_collab.runtime import affinity, device, hang_detector, rank0
 from megatron_collab.runtime.files import full_disk
 from megatron_collab.runtime.process import RunStopped, beat, lost_process
+from megatron_collab.settings import LaunchConfig, TrainingLaunchConfig
 from megatron_collab.trainer.spec import NetworkSpec
 
 _GROUPS = count()

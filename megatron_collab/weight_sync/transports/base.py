@@ -107,7 +107,7 @@ class TransportReceiver(ABC):
 class Transport(ABC):
     """A way of the weights into the servers' parameters; every trainer rank has an instance.
 
-    Derived classes are registered in config/schema.py (TRANSPORTS), or publish.transport names them as
+    Derived classes are registered in settings/schema.py (TRANSPORTS), or publish.transport names them as
     package.module:Class. The class attributes and `bytes_held` are read before a run starts.
     """
 

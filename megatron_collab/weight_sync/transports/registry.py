@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from megatron_collab.config import PublishConfig, build, require
-from megatron_collab.config.extension import resolve
-from megatron_collab.config.schema import TRANSPORTS
 from megatron_collab.inference.spec import Placement
+from megatron_collab.settings import PublishConfig, build, require
+from megatron_collab.settings.extension import resolve
+from megatron_collab.settings.schema import TRANSPORTS
 from megatron_collab.weight_sync.node_routing import Places
 from megatron_collab.weight_sync.plan import SyncSpec
 from megatron_collab.weight_sync.transports.base import FolderTransport, Transport

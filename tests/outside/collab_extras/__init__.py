@@ -12,7 +12,6 @@ import numpy as np
 from megatron_collab.algo.advantages import Advantage, Compared, Estimates, Rows
 from megatron_collab.algo.policy_loss import PolicyLoss, PolicyTerms
 from megatron_collab.algo.turn_credit import Episode, Share, TurnCredit
-from megatron_collab.config import option
 from megatron_collab.data.datasets import TaskReader
 from megatron_collab.environments import World
 from megatron_collab.reward.metrics import Metric
@@ -20,6 +19,7 @@ from megatron_collab.reward.multiturn import RewardFunction
 from megatron_collab.rollout.conversation import FuturesPlayer
 from megatron_collab.rollout.tools import Tool, ToolResult
 from megatron_collab.rollout.users import User, UserReply
+from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Future, Group, Message, Missing, Reward, Sample, Score, Task
 
 if TYPE_CHECKING:

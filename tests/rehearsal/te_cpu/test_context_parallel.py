@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
-from megatron_collab.config.schema import ParallelConfig
 from megatron_collab.launch.trainer_specs import trainer_spec
+from megatron_collab.settings.schema import ParallelConfig
 from megatron_collab.trainer.microbatches import context_slice
 from megatron_collab.trainer.trainer import PolicyTrainer
 from megatron_collab.types import Batch

@@ -18,11 +18,11 @@ from megatron.core.utils import get_model_config
 
 from megatron_collab.checkpoint import hf
 from megatron_collab.config import Config
-from megatron_collab.config.schema import ParallelConfig
 from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import FP8_MULTIPLE
+from megatron_collab.settings.schema import ParallelConfig
 from megatron_collab.trainer.megatron import config as megatron_config
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.network import Trainable

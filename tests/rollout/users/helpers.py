@@ -7,10 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_collab.config import Config, ConfigError
+from megatron_collab.config import Config
 from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout.users import Users
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Conversation, Message, Task
 
 STOP = "[[TERMINATE CHAT]]"

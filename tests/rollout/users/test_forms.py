@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, UserConfig
-from megatron_collab.config.schema import CHAT, USER_MODEL
+from megatron_collab.config import Config
 from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.launch.remarks import forms_without_effect
 from megatron_collab.llm.client import LlmClient
@@ -23,6 +22,8 @@ from megatron_collab.llm.tape import Tape
 from megatron_collab.rollout.tools.of_user import NOTE, UserCall
 from megatron_collab.rollout.users import UserError, Users
 from megatron_collab.rollout.users.forms import GREETING, NOTHING, chat_request, read_arguments, split_thought
+from megatron_collab.settings import UserConfig
+from megatron_collab.settings.schema import CHAT, USER_MODEL
 from megatron_collab.types import Message
 from tests.llm.endpoint import Endpoint, Reply
 from tests.rollout.users.helpers import STOP, check_user, dialogue, task

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megatron_collab.config import UserConfig
 from megatron_collab.rollout.users.guardrails import COMPLAINTS, EMPTY, FLIPPED, LEAKED, refusal
 from megatron_collab.rollout.users.llm import system_prompt
+from megatron_collab.settings import UserConfig
 from megatron_collab.types import Message, Task
 
 FACTS = (

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_collab.config import Config, EndpointConfig, UserConfig
-from megatron_collab.config.schema import CHAT, USER_MODEL
+from megatron_collab.config import Config
 from megatron_collab.data.transcript import render
 from megatron_collab.inference import adapters
 from megatron_collab.launch.play_specs import user_directory
@@ -21,6 +20,8 @@ from megatron_collab.llm.limiter import BudgetSpent
 from megatron_collab.llm.recording import Usage
 from megatron_collab.rollout.users import UserError, UserReply, Users
 from megatron_collab.rollout.users.llm import FIELDS, OPEN, LlmUser, system_prompt
+from megatron_collab.settings import EndpointConfig, UserConfig
+from megatron_collab.settings.schema import CHAT, USER_MODEL
 from megatron_collab.types import Conversation, Message, Task
 from tests.conftest import Served
 from tests.llm.endpoint import Endpoint, Reply, fails, hangs, says

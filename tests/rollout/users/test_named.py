@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, ConfigError, changes
+from megatron_collab.config import Config, changes
 from megatron_collab.launch import endpoints
 from megatron_collab.launch.play_specs import play_spec, user_directory
 from megatron_collab.llm.client import LlmClient
 from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.scheduler import group_seconds
 from megatron_collab.rollout.users import Users
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Conversation, Ending, Message, Task
 from tests.llm.endpoint import Endpoint, says
 from tests.rollout.users.helpers import check_user, dialogue, task

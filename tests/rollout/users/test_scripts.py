@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError
 from megatron_collab.environments import booking
 from megatron_collab.rollout.users import UserError, UserReply
+from megatron_collab.settings import ConfigError
 from megatron_collab.types import Conversation, Message
 from tests.rollout.users.helpers import STOP, dialogue, make_users, task
 

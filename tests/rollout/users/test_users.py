@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import Config, RolloutConfig
+from megatron_collab.config import Config
 from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.environments import booking
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.rollout.users import UserReply, split_user
 from megatron_collab.rollout.workers import ConversationWorker
+from megatron_collab.settings import RolloutConfig
 from megatron_collab.types import Conversation, Group, Message, Task
 from tests.llm.endpoint import Endpoint, says
 from tests.rollout.fakes import toolbox_of

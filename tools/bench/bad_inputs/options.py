@@ -12,9 +12,10 @@ HUGE = "9" * 30
 
 
 def inputs(bases: dict[str, Input]) -> Iterator[Input]:
-    from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, UsersFromLogsConfig, declared
+    from megatron_collab.config import BuildDatasetConfig, Config, EvaluateConfig, UsersFromLogsConfig
     from megatron_collab.data.evaluation import EvaluationSet
     from megatron_collab.data.sources import TrainingSource
+    from megatron_collab.settings import declared
 
     trained = {name for name, _, _ in declared(Config)}
     for program in (Config, EvaluateConfig, BuildDatasetConfig, UsersFromLogsConfig):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_collab.config import EndpointConfig
 from megatron_collab.llm.answer import Answer, Field
 from megatron_collab.llm.caller import caller
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
+from megatron_collab.settings import EndpointConfig
 from megatron_collab.types import Message
 from simulated.server import FILLER, SEGMENT, Roofline
 

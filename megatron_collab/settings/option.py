@@ -14,8 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_collab.config.hint import nearest
-from megatron_collab.config.kind import Kind, is_blank
+from megatron_collab.settings.hint import nearest
+from megatron_collab.settings.kind import Kind, is_blank
 
 MANY = 10_000_000  # default upper bound of steps, tokens, seconds, …: more is a typing error
 _KEY = "declared"  # in the metadata of a field

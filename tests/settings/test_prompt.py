@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_collab.config import ConfigError, PromptError, bounded_jinja, compose, read_prompt
-from megatron_collab.config.bounded_jinja import BoundedTemplate, bounded
-from megatron_collab.config.extension import make_absolute
-from megatron_collab.config.prompt import PROMPTS, PromptLimit
+from megatron_collab.config import compose
+from megatron_collab.settings import ConfigError, PromptError, bounded_jinja, read_prompt
+from megatron_collab.settings.bounded_jinja import BoundedTemplate, bounded
+from megatron_collab.settings.extension import make_absolute
+from megatron_collab.settings.prompt import PROMPTS, PromptLimit
 
 VARIABLES = ("conversation", "goal", "metadata")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from megatron_collab.config.hint import nearest
-from megatron_collab.config.load import build
-from megatron_collab.config.option import ConfigError, require
-from megatron_collab.config.prompt import prompt_file
+from megatron_collab.settings.hint import nearest
+from megatron_collab.settings.option import ConfigError, require
+from megatron_collab.settings.prompt import prompt_file
+from megatron_collab.settings.values import build
 
 _FILE = re.compile(r"(?P<before>(?:scripted/)?)(?P<file>[^:]+\.py)(?P<name>:\w+(?:/.*)?)")
 _MODULE = re.compile(r"(?:scripted/)?(?P<module>(?!megatron_collab\.)[A-Za-z_][\w.]*):[A-Za-z_]\w*(?:/.*)?")

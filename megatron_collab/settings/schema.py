@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from megatron_collab.config.kind import ADDRESS, HEADERS, WANDB_PROJECT, WANDB_TAG, WRITTEN_FOLDER
-from megatron_collab.config.option import MANY, mutable, option, seconds
+from megatron_collab.settings.kind import ADDRESS, HEADERS, WANDB_PROJECT, WANDB_TAG, WRITTEN_FOLDER
+from megatron_collab.settings.option import MANY, mutable, option, seconds
 
 # fmt: off
 TOOL_PARSERS = (  # as SGLang calls them

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ConfigError, compose
-from megatron_collab.config.documents import DEPTH, nesting, parse_json, parse_settings, parse_yaml
+from megatron_collab.config import compose
 from megatron_collab.data import messages
 from megatron_collab.environments import booking
 from megatron_collab.environments.desk_user import read_goal
@@ -17,6 +16,8 @@ from megatron_collab.observability import evaluations, records
 from megatron_collab.rollout.tools import verl
 from megatron_collab.rollout.users import forms
 from megatron_collab.rollout.users.scripts import facts_of
+from megatron_collab.settings import ConfigError
+from megatron_collab.settings.documents import DEPTH, nesting, parse_json, parse_settings, parse_yaml
 from megatron_collab.types import Task
 from megatron_collab.view import labels
 

@@ -16,22 +16,22 @@ from megatron_collab import environments
 from megatron_collab.algo.advantages import make_advantage, with_advantages
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import Episode, Share, make_turn_credit
-from megatron_collab.config import (
-    AlgoConfig,
-    Config,
-    ConfigError,
-    RolloutConfig,
-    TrainingRewardConfig,
-    make_absolute,
-    resolve,
-)
-from megatron_collab.config.extension import load_module, modules, named_files
+from megatron_collab.config import Config
 from megatron_collab.data.examples import RowFormat, load_tasks
 from megatron_collab.launch.validate import check_settings
 from megatron_collab.reward import metrics
 from megatron_collab.reward.metrics import Metric
 from megatron_collab.reward.multiturn import RewardFunction, reward_function
 from megatron_collab.runtime.process import RunStopped
+from megatron_collab.settings import (
+    AlgoConfig,
+    ConfigError,
+    RolloutConfig,
+    TrainingRewardConfig,
+    make_absolute,
+    resolve,
+)
+from megatron_collab.settings.extension import load_module, modules, named_files
 from megatron_collab.trainer.losses import policy_loss
 from megatron_collab.types import Conversation, Credit, Future, Message, Missing, Sample, ScoredBatch, Task
 from tests.reward.fakes import about, play, score
@@ -141,15 +141,15 @@ def test_a_world(tmp_path: Path) -> None:
     config = Config()
     config.data.world, config.data.dir = "collab_extras:Greetings", str(tmp_path / "world")
     config.data.world_options = {"tasks": 2}
-    environments.prepare(config)
+    environments.prepare(config.data, config.run.seed)
     assert (tmp_path / "world" / "greetings.txt").read_text() == "hello 0\nhello 1\n"
-    assert environments.result_names(config) == {"politeness": "polite"}
+    assert environments.result_names(config.data) == {"politeness": "polite"}
     config.data.world_options = {"tasks": 3}
     with pytest.raises(ValueError, match=r"choose another data\.dir"):
-        environments.prepare(config)
+        environments.prepare(config.data, config.run.seed)
     config.data.world = "boking"
     with pytest.raises(ConfigError, match=r"data.world=boking: no such name; known are .*; the nearest is booking"):
-        environments.prepare(config)
+        environments.prepare(config.data, config.run.seed)
 
 
 def test_a_reader_of_tasks(tmp_path: Path) -> None:

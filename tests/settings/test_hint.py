@@ -7,7 +7,8 @@ import re
 import pytest
 
 from megatron_collab.commands.__main__ import main
-from megatron_collab.config import ConfigError, compose, nearest
+from megatron_collab.config import compose
+from megatron_collab.settings import ConfigError, nearest
 
 # By name, as another system's user types it: what the tables in config/peers say of it, else the nearest options; empty
 # if nothing of ours is meant by it.

@@ -17,9 +17,9 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_collab.config.bounded_jinja import BoundedTemplate, TemplateLimit, bounded
-from megatron_collab.config.hint import nearest
-from megatron_collab.config.option import ConfigError, require
+from megatron_collab.settings.bounded_jinja import BoundedTemplate, TemplateLimit, bounded
+from megatron_collab.settings.hint import nearest
+from megatron_collab.settings.option import ConfigError, require
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
 SUFFIX = ".j2"

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import WRITTEN_FILE, WRITTEN_FOLDER, ConfigError, EndpointConfig, build, check_path, compose
-from megatron_collab.config.kind import address_fault, header_fault, is_blank
+from megatron_collab.config import compose
+from megatron_collab.settings import WRITTEN_FILE, WRITTEN_FOLDER, ConfigError, EndpointConfig, build, check_path
+from megatron_collab.settings.kind import address_fault, header_fault, is_blank
 
 LONG = "a" * 64
 ADDRESSES = (

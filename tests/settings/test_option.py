@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from megatron_collab.config import ADDRESS, AllOptions, ConfigError, build, check_declared, declared, option
-from megatron_collab.config.option import seconds
-from megatron_collab.config.schema import TOOL_PARSERS
+from megatron_collab.config import AllOptions
+from megatron_collab.settings import ADDRESS, ConfigError, build, check_declared, declared, option
+from megatron_collab.settings.option import seconds
+from megatron_collab.settings.schema import TOOL_PARSERS
 
 
 @dataclass
