@@ -89,7 +89,7 @@ def prepared[Program: EvaluateConfig](
     with inherited.settings(arguments) as defaults:
         config = load(arguments, defaults)
         stack.enter_context(prepare.run_lock(config))
-        data = evaluation.pin(config, module)
+        config, data = evaluation.pinned(config, module)
         if evaluation.is_done(config, data):
             return when_done(config)
         serving, spec, step = evaluation.prepared(config, settle)

@@ -134,7 +134,7 @@ def prepared(arguments: list[str], stack: ExitStack) -> program.Prepared | str:
     """
     config = load(arguments)
     stack.enter_context(prepare.run_lock(config))
-    spec = prepare.prepare(config)
+    config, spec = prepare.prepare(config)
     if done := prepare.finished_steps(config):
         length = "train.steps" if config.train.epochs is None else "train.epochs"
         return f"{config.run.dir}: all {done} steps are done; raise {length} to train on, or choose another run.dir"

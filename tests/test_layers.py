@@ -10,6 +10,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 
 import grimp
@@ -179,6 +180,68 @@ def test_settings_are_read_once() -> None:
             if function in READS_SETTINGS:
                 callers[function].add(name)
     assert callers == {function: set(reasons) for function, reasons in READS_SETTINGS.items()}
+
+
+def written_settings(tree: ast.Module) -> Iterator[str]:
+    """What a module assigns within settings.
+
+    These are names annotated or made as a class `…Config`, `config`, and the names that parts of them get.
+    """
+    kind = re.compile(r"\b\w*Config\b")
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+        arguments = function.args
+        bounds = {part.name: ast.unparse(part.bound) for part in function.type_params if getattr(part, "bound", None)}
+        names = {"config"}
+        for part in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+            annotation = ast.unparse(part.annotation) if part.annotation else ""
+            names |= {part.arg} if kind.search(bounds.get(annotation, annotation)) else set()
+        for target, value in assignments(function):
+            if "." in (text := ast.unparse(target)) and base(target) in names:
+                yield text
+            made = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
+            if isinstance(target, ast.Name) and (made or (isinstance(value, ast.Attribute) and base(value) in names)):
+                names.add(target.id)
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "setattr" and base(call.args[0]) in names:
+                yield ast.unparse(call)
+
+
+def assignments(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(target, value) of each assignment; of tuples, by entry."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign):
+            yield node.target, node.value
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            targets = target.elts if isinstance(target, ast.Tuple) else [target]
+            same = isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(targets)
+            yield from zip(targets, node.value.elts if same else repeat(node.value), strict=False)
+
+
+def base(node: ast.expr) -> str:
+    """The name that a chain of attributes and entries begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.seconds
+def test_nothing_writes_into_settings() -> None:
+    """What differs from composed settings is another instance (settings/values.py, `replaced`)."""
+    writes = {f"{name}: {text}" for name, tree in modules() for text in written_settings(tree)}
+    assert not writes, "\n".join(sorted(writes))
+
+
+def test_a_write_into_settings_is_seen_under_any_name() -> None:
+    source = """
+def change[Program: PlayConfig](config: Program, other: schema.LlmConfig, text: str):
+    data, made = config.data, Config()
+    data.eval = other.cache = made.model.path = ""
+    other.prices["m"] += [1]
+    setattr(config.run, "dir", text)
+    text.attribute = 1
+"""
+    writes = {"data.eval", "other.cache", "made.model.path", "other.prices['m']", "setattr(config.run, 'dir', text)"}
+    assert {*written_settings(ast.parse(source))} == writes
 
 
 def test_public_class_names_are_unique() -> None:

@@ -46,7 +46,7 @@ from megatron_collab.config import Config
 from megatron_collab.planning import GPU_GIB
 from megatron_collab.runtime import device, gpu_environment, gpu_set, toolkit
 from megatron_collab.runtime.console import show
-from megatron_collab.settings import ConfigError, EndpointConfig, UserConfig
+from megatron_collab.settings import ConfigError, EndpointConfig, UserConfig, replaced
 from megatron_collab.settings.schema import JSON
 from megatron_collab.types import Message, Task
 
@@ -216,8 +216,7 @@ def print_model(path: str) -> int:
     from megatron_collab.runtime import hub
 
     folder = hub.download(path, "--model") if hub.parse(path) else Path(path)
-    shape, config = hf.read_shape(folder), Config()
-    config.model.path = str(folder)
+    shape, config = hf.read_shape(folder), replaced(Config(), {"model.path": str(folder)})
     spec = RunSpec(evaluation_data(config))
     models.check_models(config, spec, shape)
     dtype, renderer = hf.HFTensors(folder, shape).dtype, spec.data.prompt.renderer(())

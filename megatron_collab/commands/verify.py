@@ -17,6 +17,7 @@ from megatron_collab.checkpoint.sharded_state import load_weights
 from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.runtime.network import single_rank
+from megatron_collab.settings import replaced
 from megatron_collab.trainer.megatron import model as policies
 from megatron_collab.trainer.megatron import parallel
 
@@ -59,8 +60,7 @@ def _transformers(folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor)
 
 @torch.no_grad()
 def _megatron(checkpoint: Path | None, folder: Path, dtype: torch.dtype | None, tokens: torch.Tensor) -> torch.Tensor:
-    config = Config()
-    config.launch.device, config.model.dtype = "cpu", "float32"
+    config = replaced(Config(), {"launch.device": "cpu", "model.dtype": "float32"})
     os.environ |= single_rank("the only rank")
     network, shape = network_spec(config), hf.read_shape(folder)
     with parallel.init_parallel(config.launch, network):

@@ -15,6 +15,7 @@ from megatron_collab import environments, patches
 from megatron_collab.checkpoint import storage
 from megatron_collab.config import EvaluateConfig, compose_program, read_settings
 from megatron_collab.data import sources
+from megatron_collab.data.evaluation import EvaluationSet
 from megatron_collab.data.spec import DataSpec
 from megatron_collab.launch import endpoints, models, prepare, servers, tasks, validate
 from megatron_collab.launch.data_specs import evaluation_data
@@ -28,7 +29,7 @@ from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.task_requirements import requirements_at_start
 from megatron_collab.runtime import gpu_environment, hub, network
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.settings import ConfigError, ModelConfig, SamplingConfig, require
+from megatron_collab.settings import ConfigError, SamplingConfig, replaced, require
 from megatron_collab.settings.extension import make_absolute
 
 FOLDER = "hf"  # in run.dir: the evaluated checkpoint as a Hugging Face folder
@@ -44,8 +45,7 @@ def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> Evaluate
     """
     config = compose_absolute(EvaluateConfig, arguments, defaults)
     assistants = llm_endpoints.assistant_endpoints(config.assistant, evaluation_data(config).eval_sets)
-    check_evaluation(config, assistants, evaluation_spec)
-    return config
+    return checked_evaluation(config, assistants, evaluation_spec)
 
 
 def compose_absolute[Program: EvaluateConfig](
@@ -63,26 +63,17 @@ def compose_absolute[Program: EvaluateConfig](
     return config
 
 
-def check_evaluation[Program: EvaluateConfig](
+def checked_evaluation[Program: EvaluateConfig](
     config: Program, assistants: Sequence[NamedEndpoint], settle: Callable[[Program], RunSpec]
-) -> None:
-    """Checks of `config` that do not depend on files; a language model in place of the policy gets its limits of turns.
+) -> Program:
+    """`config` after the checks that do not depend on files; without the policy if a language model takes its place.
 
     `assistants`: the language models that play; `settle`: makes values of the settings. Raises ConfigError.
     """
     assistant, rollout, eval_sets = config.assistant, config.rollout, evaluation_data(config).eval_sets
     endpoints.check_assistants(config.llm, [*assistants, NamedEndpoint("assistant.model", "assistant", assistant)])
     if assistant.model:
-        budget = token_budget(assistant)
-        sampling = SamplingConfig(budget)
-        # Only reply tokens are counted, and the context has room for all: the endpoint enforces its own limit.
-        budgets = (
-            (eval_set.max_new_tokens or budget) * (eval_set.max_assistant_turns or rollout.max_assistant_turns)
-            for eval_set in eval_sets
-        )
-        context_length = 2 * max(budgets, default=1)
-        config.rollout = replace(rollout, turn=sampling, future=sampling, context_length=context_length)
-        config.model.path = ""  # another model takes its place
+        config = _without_policy(config, eval_sets)
     else:
         require(bool(config.model.path), "model.path: not set; give model.path=VALUE, or assistant.model=MODEL")
     require(config.data.eval is not None, "data.eval: not set; give the tasks to evaluate")
@@ -100,14 +91,28 @@ def check_evaluation[Program: EvaluateConfig](
         message = f"{eval_set.setting}: temperature={eval_set.temperature}"
         out = "but assistant.temperature=null sends none; remove one"
         require(eval_set.temperature is None, f"{message}, {out}")
-    if assistant.model and assistant.temperature is not None:  # may be 0 (greedy), unlike that of a policy that learns
-        sampling = replace(config.rollout.turn, temperature=assistant.temperature)
-        config.rollout = replace(config.rollout, turn=sampling, future=sampling)
+    if not assistant.model or assistant.temperature is None:
+        return config
+    # May be 0 (greedy), unlike that of a policy that learns.
+    return replaced(config, {f"rollout.{turn}.temperature": assistant.temperature for turn in ("turn", "future")})
 
 
-def pin(config: EvaluateConfig, module: str) -> DataSpec:
-    """Make the world, and pin Hub names and runs in `config` to the commits and checkpoints of the evaluation's first
-    start; returns the pinned data. Raises ConfigError.
+def _without_policy[Program: EvaluateConfig](config: Program, eval_sets: Sequence[EvaluationSet]) -> Program:
+    """The settings if assistant.model plays: its limits of turns, and no model.path."""
+    rollout, budget = config.rollout, token_budget(config.assistant)
+    # Only reply tokens are counted, and the context has room for all: the endpoint enforces its own limit.
+    budgets = (
+        (eval_set.max_new_tokens or budget) * (eval_set.max_assistant_turns or rollout.max_assistant_turns)
+        for eval_set in eval_sets
+    )
+    limits = {"turn": SamplingConfig(budget), "future": SamplingConfig(budget)}
+    rollout = replace(rollout, **limits, context_length=2 * max(budgets, default=1))
+    return replaced(config, {"rollout": rollout, "model.path": ""})
+
+
+def pinned[Program: EvaluateConfig](config: Program, module: str) -> tuple[Program, DataSpec]:
+    """Make the world; the settings with Hub names and runs pinned to the commits and checkpoints of the evaluation's
+    first start, and their data. Raises ConfigError.
     """
     run_dir = Path(config.run.dir)
     prepare.check_nodes(config, module)
@@ -118,23 +123,24 @@ def pin(config: EvaluateConfig, module: str) -> DataSpec:
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     sources.check_exists(evaluation_data(config).all_sets, "data.eval")
-    config.data.eval = sources.pin_sources(config.data.eval, "data.eval", run_dir)
-    prepare.fetch_served_models(config)
+    names = {"data.eval": sources.pin_sources(config.data.eval, "data.eval", run_dir)}
+    names |= prepare.fetch_served_models(config)
     if config.model.path:
-        _pin_model(config.model, run_dir)
-    return evaluation_data(config)
+        names["model.path"] = _pinned_model(config.model.path, run_dir)
+    config = replaced(config, names)
+    return config, evaluation_data(config)
 
 
-def _pin_model(model: ModelConfig, run_dir: Path) -> None:
-    path = Path(model.path)
+def _pinned_model(model: str, run_dir: Path) -> str:
+    path = Path(model)
     run = storage.run_of(path)
     if run is None:
-        model.path = hub.pin(model.path, "model.path", run_dir)
-        return
+        return hub.pin(model, "model.path", run_dir)
     _, step = storage.split(path)
     if step == "best" or not (step or path.name.startswith("step_")):
         step = hub.pinned_value(run_dir, f"checkpoint {path.resolve()}", lambda: _checkpoint(path).name)
-        model.path = f"{run}@{step.removeprefix('step_')}"
+        return f"{run}@{step.removeprefix('step_')}"
+    return model
 
 
 def prepared[Program: EvaluateConfig](
@@ -142,7 +148,7 @@ def prepared[Program: EvaluateConfig](
 ) -> tuple[Program, RunSpec, int]:
     """The settings with the model as a folder for servers, their values, the step of its weights (0: not from a run).
 
-    Runs all checks that need no started process, and converts a checkpoint. `settle`: see `check_evaluation`.
+    Runs all checks that need no started process, and converts a checkpoint. `settle`: see `checked_evaluation`.
 
     Raises ConfigError.
     """
@@ -157,7 +163,7 @@ def prepared[Program: EvaluateConfig](
             _read_data(config, spec, (), renders=False)
             return config, spec, 0
         folder, checkpoint = _model(config)
-        serving = replace(config, model=replace(config.model, path=str(folder)))
+        serving = replaced(config, {"model.path": str(folder)})
         spec = settle(serving)
         assert spec.play and spec.serving
         shape = validate.read_shape(serving)
@@ -175,7 +181,7 @@ def prepared[Program: EvaluateConfig](
         return serving, spec, 0
     converted = _convert(config, checkpoint, folder)
     saved = storage.read_state(checkpoint) or {}
-    serving = replace(serving, model=replace(config.model, path=str(converted)))
+    serving = replaced(serving, {"model.path": str(converted)})
     return serving, settle(serving), int(saved.get("step", 0))
 
 
@@ -198,8 +204,8 @@ def is_done(config: EvaluateConfig, data: DataSpec) -> bool:
     recorded = evaluations.read(folder)
     if not recorded:
         return False
-    before = replace(config.data, eval=(read_settings(folder) or {"data": {"eval": None}})["data"]["eval"])
-    known = {eval_set.name: eval_set for eval_set in evaluation_data(replace(config, data=before)).eval_sets}
+    before = replaced(config, {"data.eval": (read_settings(folder) or {"data": {"eval": None}})["data"]["eval"]})
+    known = {eval_set.name: eval_set for eval_set in evaluation_data(before).eval_sets}
     for eval_set in data.eval_sets:
         message = f"{eval_set.setting}: run.dir={folder} has this set with other settings"
         out = "rename the set, or choose another run.dir"

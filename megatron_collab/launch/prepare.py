@@ -33,7 +33,7 @@ from megatron_collab.rollout.tools.toolbox import ToolSpec
 from megatron_collab.runtime import hub, keys, network
 from megatron_collab.runtime.process import LAUNCHER, STEPS, RunStopped, global_rank, under_torchrun
 from megatron_collab.runtime.run_lock import RunLock
-from megatron_collab.settings import ConfigError, ServedConfig, address_fault, check_written, require
+from megatron_collab.settings import ConfigError, ServedConfig, address_fault, check_written, replaced, require
 from megatron_collab.settings.values import leaves
 
 logger = logging.getLogger(__name__)
@@ -50,20 +50,20 @@ def run_lock(config: PlayConfig) -> AbstractContextManager[object]:
     return RunLock(Path(config.run.dir))
 
 
-def prepare(config: Config) -> RunSpec:
-    """Make the world, pin Hub names in `config`, then run all checks that need files: model, data, ports.
+def prepare(config: Config) -> tuple[Config, RunSpec]:
+    """Make the world, pin Hub names, then run all checks that need files: model, data, ports.
 
-    Returns the settled settings. Raises ConfigError before anything is started.
+    Returns the settings with pinned names and train.steps, and their values. Raises ConfigError before anything is
+    started.
     """
     check_nodes(config, "megatron_collab.train", config.launch.nproc_per_node, config.train.stage == "rl")
     try:
         environments.prepare(config.data, config.run.seed)
-        _pin(config)
+        config = _pinned(config)
         spec = run_spec(config)
         if LAUNCHER in os.environ:  # a rank: the process that became its torchrun has done the rest
-            if config.train.epochs is not None:
-                config.train.steps = int(os.environ[STEPS])
-            return spec
+            counted = config.train.epochs is not None
+            return replaced(config, {"train.steps": int(os.environ[STEPS])}) if counted else config, spec
         shape = check_model(config, spec)
         check_teacher(config)
         check_same_run(config, spec.data)
@@ -73,7 +73,7 @@ def prepare(config: Config) -> RunSpec:
         schemas = spec.tools.schemas()
         if schemas:
             models.check_rendering(spec, schemas)
-        data = tasks.read_data(config, spec, schemas)
+        config, data = tasks.read_data(config, spec, schemas)
         if not under_torchrun():
             network.bindable(
                 "rollout.server.port", config.rollout.server.port, network.address(config.launch.interface)
@@ -85,7 +85,7 @@ def prepare(config: Config) -> RunSpec:
     draft_inputs(config, spec.data)
     if global_rank() == 0:
         logger.info("\n".join([line for dataset in data for line in dataset.lines()] + remarks(config)))
-    return spec
+    return config, spec
 
 
 def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = True) -> None:
@@ -150,36 +150,55 @@ def replace_by_torchrun(ranks: int, module: str, arguments: list[str]) -> NoRetu
     os.execve(sys.executable, command, environment)
 
 
-def _pin(config: Config) -> None:
-    """Pin Hub names in `config` to the commits of the run's first start, and download the model to this node."""
-    run_dir, data = Path(config.run.dir), config.data
-    config.model.path = hub.fetch_model(config.model.path, "model.path", run_dir)
-    if config.algo.teacher.place == "model":
-        config.algo.teacher.model = hub.fetch_model(config.algo.teacher.model, TEACHER, run_dir)
+def _pinned(config: Config) -> Config:
+    """The settings with Hub names pinned to the commits of the run's first start; downloads the model to this node."""
+    run_dir, data, teacher = Path(config.run.dir), config.data, config.algo.teacher
+    names: dict[str, Any] = {"model.path": hub.fetch_model(config.model.path, "model.path", run_dir)}
+    if teacher.place == "model":
+        names["algo.teacher.model"] = hub.fetch_model(teacher.model, TEACHER, run_dir)
     if config.train.stage == "rl":
-        fetch_served_models(config)
-    data.train = sources.pin_sources(data.train, "data.train", run_dir)
-    data.eval = sources.pin_sources(data.eval, "data.eval", run_dir) if data.eval else data.eval
+        names |= fetch_served_models(config)
+    names["data.train"] = sources.pin_sources(data.train, "data.train", run_dir)
+    if data.eval:
+        names["data.eval"] = sources.pin_sources(data.eval, "data.eval", run_dir)
+    return replaced(config, names)
 
 
-def fetch_served_models(config: PlayConfig) -> None:
-    """As `_pin`, for the served models beside the policy. Raises ConfigError if a reward model gives no score."""
-    served, settings = server_specs.served_models(config), {**config.reward.metrics, **config.servers}
-    for name, path in fetch_models(served, settings, Path(config.run.dir)).items():
-        fault = None if name in config.servers else score_fault(path)
-        require(fault is None, f"{served[name][0]}.model={fault}")
+def fetch_served_models(config: PlayConfig) -> dict[str, Any]:
+    """As `_pinned`, for the served models beside the policy: the options that name them, with pinned names.
+
+    Raises ConfigError if a reward model gives no score.
+    """
+    served = server_specs.served_models(config)
+    paths = fetch_models(served, Path(config.run.dir))
+    of_metrics = {name: model for name, model in served.items() if name not in config.servers}
+    for name, (group, _) in of_metrics.items():
+        fault = score_fault(paths[name])
+        require(fault is None, f"{group}.model={fault}")
+    return {
+        "servers": with_paths(config.servers, served, paths),
+        "reward.metrics": with_paths(config.reward.metrics, of_metrics, paths),
+    }
 
 
-def fetch_models(
-    served: Mapping[str, tuple[str, ServedConfig]], settings: Mapping[str, dict[str, Any]], run_dir: Path
-) -> dict[str, str]:
-    """The models `served`, downloaded to this node, by name; `settings`, by name, get their pinned names too."""
-    paths = {}
-    for name, (group, model) in served.items():
-        path = paths[name] = hub.fetch_model(model.model, f"{group}.model", run_dir)
-        entries = settings.get(name, {})
-        entries.update({key: path for key, value in entries.items() if value == model.model})
-    return paths
+Served = Mapping[str, tuple[str, ServedConfig]]  # models by name, each with the group of its settings
+
+
+def fetch_models(served: Served, run_dir: Path) -> dict[str, str]:
+    """The models `served`, downloaded to this node, by name."""
+    return {name: hub.fetch_model(model.model, f"{group}.model", run_dir) for name, (group, model) in served.items()}
+
+
+def with_paths(
+    entries: Mapping[str, dict[str, Any]], served: Served, paths: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """`entries`, settings by name, with the path of each model that they have served in place of its name."""
+
+    def settled(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+        model = served[name][1].model
+        return {key: paths[name] if value == model else value for key, value in settings.items()}
+
+    return {name: settled(name, entry) if name in served else entry for name, entry in entries.items()}
 
 
 def check_same_run(config: PlayConfig, data: DataSpec) -> None:

@@ -21,7 +21,7 @@ from megatron_collab.llm.endpoint import POLICY
 from megatron_collab.rollout.task_requirements import USER, WEIGHTS, requirements_at_start
 from megatron_collab.rollout.users import User, UserDirectory
 from megatron_collab.runtime.process import first_on_node, global_rank
-from megatron_collab.settings import ConfigError, require
+from megatron_collab.settings import ConfigError, replaced, require
 from megatron_collab.settings.extension import NoOptions
 from megatron_collab.types import Task
 
@@ -32,24 +32,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def read_data(config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]) -> list[SurveyedSources[Any]]:
-    """Read and check every row of data.train and data.eval (see `check_data`); settle train.steps in `config`.
+def read_data(
+    config: Config, spec: RunSpec, schemas: Sequence[Mapping[str, Any]]
+) -> tuple[Config, list[SurveyedSources[Any]]]:
+    """Read and check every row of data.train and data.eval (see `check_data`).
 
-    `schemas`: the tools that the policy's prompt lists.
+    Returns the settings with train.steps, which the rows decide if train.epochs is set, and the data. `schemas`: the
+    tools that the policy's prompt lists.
     Raises ConfigError, and ValueError or RunStopped for unreadable data.
     """
     from megatron_collab.data import datasets
 
     requirements = partial(requirements_at_start, spec.play) if spec.play else lambda source: TaskRequirements()
     training = datasets.TrainingData[Any](spec.data, schemas, requirements)
-    config.train.steps = training.steps
+    config = replaced(config, {"train.steps": training.steps})
     check_steps(config)
     data: list[SurveyedSources[Any]] = [training]
     if sets := spec.data.eval_sets:
         data.append(datasets.SurveyedSources(spec.data, "data.eval", sets, schemas, requirements))
     if spec.play:
         check_data(config, spec, data)
-    return data
+    return config, data
 
 
 def check_data(config: PlayConfig, spec: RunSpec, data: Sequence[SurveyedSources[Any]]) -> None:

@@ -50,7 +50,7 @@ from megatron_collab.settings.schema import (
     UserConfig,
     uses_wandb,
 )
-from megatron_collab.settings.values import build
+from megatron_collab.settings.values import build, replaced
 
 # The interface for extensions; the other names are for the package itself.
 __all__ = ["ConfigError", "Extension", "RunConfig", "option"]

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -97,9 +97,8 @@ def make_absolute(value: Any) -> Any:
 
     Workers may run in other folders.
     """
-    if is_dataclass(value):
-        for name, entry in vars(value).items():
-            setattr(value, name, make_absolute(entry))
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: make_absolute(entry) for name, entry in vars(value).items()})
     if isinstance(value, dict):
         return {make_absolute(key): make_absolute(entry) for key, entry in value.items()}
     if isinstance(value, list):

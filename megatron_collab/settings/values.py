@@ -1,10 +1,10 @@
-"""Values of options: the instance of a dataclass that they give, and a nested dict as dotted names."""
+"""Values of options: the dataclass that they make, a copy with some replaced, and a nested dict as dotted names."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -44,6 +44,15 @@ def _default_node(kind: type) -> DictConfig:
     node: DictConfig = OmegaConf.structured(kind)
     OmegaConf.set_readonly(node, False)  # the node of a frozen dataclass is read-only
     return node
+
+
+def replaced[Options](options: Options, values: Mapping[str, Any]) -> Options:
+    """A copy of the dataclass `options` with other `values`, by dotted name."""
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        changed[first] = replaced(changed.get(first, getattr(options, first)), {rest: value}) if rest else value
+    return replace(options, **changed)  # type: ignore[type-var]  # a dataclass
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_collab.config import BuildDatasetConfig
@@ -12,7 +13,7 @@ from megatron_collab.launch import evaluation
 from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.launch.spec import building_assistants, building_spec
 from megatron_collab.runtime import hub
-from megatron_collab.settings import read_prompt, require
+from megatron_collab.settings import read_prompt, replaced, require
 
 _SET_OPTIONS = (
     "samples",
@@ -27,12 +28,10 @@ _SET_OPTIONS = (
 
 def load(arguments: Sequence[str], defaults: Mapping[str, Any] = {}) -> BuildDatasetConfig:
     """The settings of a build; see `evaluation.load`. Raises ConfigError."""
-    config = evaluation.compose_absolute(BuildDatasetConfig, arguments, defaults)
-    _resolve_assistants(config)
+    config = _with_assistants(evaluation.compose_absolute(BuildDatasetConfig, arguments, defaults))
     eval_sets = evaluation_data(config).eval_sets
     check_building(config, eval_sets)
-    evaluation.check_evaluation(config, building_assistants(config, eval_sets), building_spec)
-    return config
+    return evaluation.checked_evaluation(config, building_assistants(config, eval_sets), building_spec)
 
 
 def check_building(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet]) -> None:
@@ -53,17 +52,15 @@ def check_building(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet
     read_prompt("build.prompt", config.build.prompt, "collaborator", ())
 
 
-def _resolve_assistants(config: BuildDatasetConfig) -> None:
-    """Give every entry of build.assistants all its settings; if the policy is not among them, the first one becomes
-    config.assistant.
-
-    Raises ConfigError.
+def _with_assistants(config: BuildDatasetConfig) -> BuildDatasetConfig:
+    """The settings with every entry of build.assistants complete; if the policy is not among them, the first one
+    becomes config.assistant. Raises ConfigError.
     """
     by_name = assistant_configs(config.build.assistants, config.assistant)
     if not by_name:
-        return
+        return config
     message = f"assistant.model={config.assistant.model}: not used with build.assistants; add it to them"
     require(config.assistant.model is None, message)
-    config.build.assistants = with_all_settings(by_name)
-    if all(by_name.values()):
-        config.assistant = next(endpoint for endpoint in by_name.values() if endpoint)
+    config = replaced(config, {"build.assistants": with_all_settings(by_name)})
+    endpoints = [endpoint for endpoint in by_name.values() if endpoint]
+    return config if len(endpoints) < len(by_name) else replace(config, assistant=endpoints[0])

@@ -94,7 +94,7 @@ def _make(options: argparse.Namespace) -> int:
     try_prompt("--prompt", options.prompt or "")
     prompt = read_prompt("--prompt", options.prompt, _PROMPT, ("conversation",))
     require("conversation" in prompt.used, f"{prompt.label}: does not contain {{{{ conversation }}}}; add it")
-    _check_model(config, out)
+    config = _checked_model(config, out)
 
     # LiteLLM, Presidio and the libraries of data take seconds to import, so arguments are checked first.
     from megatron_collab.data.datasets import task_row
@@ -165,8 +165,8 @@ def _person(options: argparse.Namespace, columns: Sequence[str]) -> str | None:
     return person_column
 
 
-def _check_model(config: UsersFromLogsConfig, out: Path) -> None:
-    """Raises ConfigError if the model cannot be called."""
+def _checked_model(config: UsersFromLogsConfig, out: Path) -> UsersFromLogsConfig:
+    """The settings with pinned names of served models. Raises ConfigError if the model cannot be called."""
     from megatron_collab import patches
     from megatron_collab.launch import endpoints, models, prepare, server_specs
     from megatron_collab.llm.endpoint import POLICY
@@ -181,8 +181,9 @@ def _check_model(config: UsersFromLogsConfig, out: Path) -> None:
         print(line)
     endpoints.check_support(config, judges)
     served = server_specs.served_entries(config)
-    prepare.fetch_models(served, config.servers, out)
+    servers = prepare.with_paths(config.servers, served, prepare.fetch_models(served, out))
     models.check_served((group, model.model) for group, model in served.values())
+    return replace(config, servers=servers)
 
 
 def _compare(options: argparse.Namespace) -> int:

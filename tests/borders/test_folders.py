@@ -113,7 +113,7 @@ def test_a_folder_that_another_run_has(world: Path, run: Path, capsys: pytest.Ca
 def test_the_lock_comes_before_the_data(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    early = {tasks: ("read_data",), prepare: ("check_arguments", "check_model", "_pin")}
+    early = {tasks: ("read_data",), prepare: ("check_arguments", "check_model", "_pinned")}
     for module, names in early.items():
         for name in names:
             monkeypatch.setattr(module, name, lambda *_: pytest.fail("before the lock"))

@@ -170,10 +170,10 @@ from megatron_collab.runtime import hub
 try:
     if sys.argv[1] == "train":
         config = compose(sys.argv[2:])
-        prepare._pin(config)
+        config = prepare._pinned(config)
     else:
         config = evaluation.load(sys.argv[2:])
-        evaluation.pin(config, "a.module")
+        config, _ = evaluation.pinned(config, "a.module")
     ((_, model),) = server_specs.served_models(config).values()
     print(model.model, *sorted(file.name for file in hub.folder(model.model).iterdir()))
 except ConfigError as error:

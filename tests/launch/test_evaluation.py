@@ -181,8 +181,7 @@ def test_an_evaluation_goes_on_with_the_checkpoint_that_it_found(tmp_path: Path,
 
     def pinned(name: str, out: str = "out") -> str:
         config = evaluation.load([*overrides(tmp_path, tasks, f"model.path={name}"), f"run.dir={tmp_path}/{out}"])
-        evaluation.pin(config, "a.module")
-        return config.model.path
+        return evaluation.pinned(config, "a.module")[0].model.path
 
     assert pinned(f"{run}") == pinned(f"{run}/checkpoints") == f"{run}@20"
     assert pinned(f"{run}@10") == f"{run}@10" and pinned(f"{run}/checkpoints/step_10").endswith("/step_10")
@@ -204,7 +203,7 @@ def test_a_world_is_made_before_its_tasks_are_looked_for(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     config = evaluation.load(["experiment=booking", "run.dir=out", "data.dir=world", "assistant.model=openai/m"])
-    evaluation.pin(config, "a.module")
+    config, _ = evaluation.pinned(config, "a.module")
     assert config.data.eval == "world/eval.jsonl" and not Path("out").exists()
     assert "data.eval=world/evil.jsonl: no such file" in refused(
         [

@@ -98,12 +98,12 @@ def test_a_rank_does_not_check_again_what_its_launcher_has(
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
     monkeypatch.delenv(process.LAUNCHER)
     first = compose([*world, "train.epochs=2"])
-    prepare.prepare(first)
+    first, _ = prepare.prepare(first)
     assert "rows, read as" in capsys.readouterr().out and (tmp_path / "run" / "data").is_dir()
     for name, value in {**prepare.variables_of_ranks(first), process.LAUNCHER: "1"}.items():
         monkeypatch.setenv(name, value)
     rank = compose([*world, "train.epochs=2"])
-    prepare.prepare(rank)
+    rank, _ = prepare.prepare(rank)
     assert rank == first and rank.train.steps != compose(world).train.steps and rank.train.epochs == 2
 
 
@@ -132,10 +132,10 @@ def test_each_metric_picks_its_tasks_from_the_sources_and_its_share_is_said(tmp_
     config.data.train = [f"{tmp_path}/some.jsonl", f"{tmp_path}/none.jsonl"]
     config.data.eval = f"{tmp_path}/none.jsonl"
     config.reward.weights = {"asks": 1.0}
-    (train, _) = tasks.read_data(config, run_spec(config), ())
+    _, (train, _) = tasks.read_data(config, run_spec(config), ())
     assert not any("reward.weights" in line for line in train.lines())
     config.reward.weights = {"asks": 1.0, "accuracy": 1.0}
-    (train, held_out) = tasks.read_data(config, run_spec(config), ())
+    _, (train, held_out) = tasks.read_data(config, run_spec(config), ())
     mixed, none = train.lines()
     assert mixed.endswith("; reward.weights.accuracy: for 2 of 3 rows (1 lack an answer)")
     assert none.endswith("; reward.weights.accuracy: for 0 of 2 rows (2 lack an answer)")
@@ -179,7 +179,7 @@ def test_a_metric_that_can_score_no_task_is_refused_before_the_start(
     def lines(weights: dict[str, float], *answers: str) -> list[str]:
         write_jsonl(rows, [{**row, "answer": answer} for answer in answers])
         config.reward.weights = weights
-        (train,) = tasks.read_data(config, run_spec(config), ())
+        _, (train,) = tasks.read_data(config, run_spec(config), ())
         return train.lines()
 
     unread = rf"{rows} row 1: math-verify cannot read the answer 'Paris'; set the metric's judge=true"
