@@ -198,8 +198,10 @@ def written_settings(tree: ast.Module) -> Iterator[str]:
         for target, value in assignments(function):
             if "." in (text := ast.unparse(target)) and base(target) in names:
                 yield text
-            made = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
-            if isinstance(target, ast.Name) and (made or (isinstance(value, ast.Attribute) and base(value) in names)):
+            constructed = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
+            if isinstance(target, ast.Name) and (
+                constructed or (isinstance(value, ast.Attribute) and base(value) in names)
+            ):
                 names.add(target.id)
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if ast.unparse(call.func) == "setattr" and base(call.args[0]) in names:
@@ -234,13 +236,13 @@ def test_nothing_writes_into_settings() -> None:
 def test_a_write_into_settings_is_seen_under_any_name() -> None:
     source = """
 def change[Program: PlayConfig](config: Program, other: schema.LlmConfig, text: str):
-    data, made = config.data, Config()
-    data.eval = other.cache = made.model.path = ""
+    data, fresh = config.data, Config()
+    data.eval = other.cache = fresh.model.path = ""
     other.prices["m"] += [1]
     setattr(config.run, "dir", text)
     text.attribute = 1
 """
-    writes = {"data.eval", "other.cache", "made.model.path", "other.prices['m']", "setattr(config.run, 'dir', text)"}
+    writes = {"data.eval", "other.cache", "fresh.model.path", "other.prices['m']", "setattr(config.run, 'dir', text)"}
     assert {*written_settings(ast.parse(source))} == writes
 
 

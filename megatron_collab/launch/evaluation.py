@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,9 +104,8 @@ def _without_policy[Program: EvaluateConfig](config: Program, eval_sets: Sequenc
         (eval_set.max_new_tokens or budget) * (eval_set.max_assistant_turns or rollout.max_assistant_turns)
         for eval_set in eval_sets
     )
-    limits = {"turn": SamplingConfig(budget), "future": SamplingConfig(budget)}
-    rollout = replace(rollout, **limits, context_length=2 * max(budgets, default=1))
-    return replaced(config, {"rollout": rollout, "model.path": ""})
+    limits = {"rollout.turn": SamplingConfig(budget), "rollout.future": SamplingConfig(budget)}
+    return replaced(config, {**limits, "rollout.context_length": 2 * max(budgets, default=1), "model.path": ""})
 
 
 def pinned[Program: EvaluateConfig](config: Program, module: str) -> tuple[Program, DataSpec]:

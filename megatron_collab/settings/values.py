@@ -50,8 +50,8 @@ def replaced[Options](options: Options, values: Mapping[str, Any]) -> Options:
     """A copy of the dataclass `options` with other `values`, by dotted name."""
     changed: dict[str, Any] = {}
     for name, value in values.items():
-        first, _, rest = name.partition(".")
-        changed[first] = replaced(changed.get(first, getattr(options, first)), {rest: value}) if rest else value
+        group, _, option = name.partition(".")
+        changed[group] = replaced(changed.get(group, getattr(options, group)), {option: value}) if option else value
     return replace(options, **changed)  # type: ignore[type-var]  # a dataclass
 
 

@@ -265,7 +265,7 @@ def test_weights_and_biases_without_a_network_goes_on_offline(
             monkeypatch.setenv(f"WANDB_{name}", value)
         if proxy:
             monkeypatch.setenv("HTTP_PROXY", behind)
-        writer = wandb.WandbWriter(None, config, 0)
+        writer = wandb.WandbWriter(None, config.run, {}, 0)
         writer.scalars(0, {"reward": 1.0})
         writer.close(failed=False)
         writer._wandb.teardown()

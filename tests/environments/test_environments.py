@@ -21,10 +21,14 @@ def config(folder: Path, world: str | None = "booking", seed: int = 0) -> Config
     return config
 
 
+def prepare(config: Config) -> None:
+    environments.prepare(config.data, config.run.seed)
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("worlds") / "booking"
-    environments.prepare(config(folder))
+    prepare(config(folder))
     return folder
 
 
@@ -44,13 +48,13 @@ def test_the_booking_world_is_a_model_and_data(world: Path) -> None:
 @pytest.mark.seconds
 def test_an_existing_world_is_left_alone(world: Path) -> None:
     before = {file: file.stat().st_mtime_ns for file in world.rglob("*")}
-    environments.prepare(config(world))
+    prepare(config(world))
     assert {file: file.stat().st_mtime_ns for file in world.rglob("*")} == before
 
 
 def test_a_world_of_another_seed_is_refused(world: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.dir=.*'seed': 0.*not.*'seed': 1.*choose another"):
-        environments.prepare(config(world, seed=1))
+        prepare(config(world, seed=1))
 
 
 @pytest.mark.parametrize("marker", [None, b"", b"{", b"[" * 5000, b"[" * 101 + b"]" * 101, b"\xff", b" " * 99])
@@ -58,7 +62,7 @@ def test_a_folder_without_a_world_is_refused(tmp_path: Path, marker: bytes | Non
     if marker is not None:
         (tmp_path / "world.json").write_bytes(marker)
     with pytest.raises(ValueError, match=r"data\.dir=.*holds something else"):
-        environments.prepare(config(tmp_path))
+        prepare(config(tmp_path))
 
 
 @pytest.mark.seconds
@@ -69,9 +73,9 @@ def test_an_unfinished_world_is_made_again(tmp_path: Path, monkeypatch: pytest.M
     folder = tmp_path / "world"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(booking, "tasks", broken)
-        environments.prepare(config(folder))
+        prepare(config(folder))
     assert not folder.exists()
-    environments.prepare(config(folder))
+    prepare(config(folder))
     assert (folder / "world.json").exists() and not list(tmp_path.glob("*unfinished*"))
 
 
@@ -90,13 +94,13 @@ def test_what_a_world_raises_is_one_line(tmp_path: Path, code: str, fault: str) 
     make = f"from {World.__module__} import World\nclass Mine(World):\n    def make(self, *_):\n        {code}\n"
     (tmp_path / "my.py").write_text(make)
     with pytest.raises(ConfigError) as error:
-        environments.prepare(config(tmp_path / "world", name))
+        prepare(config(tmp_path / "world", name))
     assert str(error.value) == f"data.world={name}: its make fails ({fault}); mend it"
     assert not (tmp_path / "world").exists()
 
 
 def test_without_a_world_nothing_is_prepared(tmp_path: Path) -> None:
-    environments.prepare(config(tmp_path / "world", world=None))
+    prepare(config(tmp_path / "world", world=None))
     assert not (tmp_path / "world").exists()
 
 
@@ -104,4 +108,4 @@ def test_a_world_needs_a_folder() -> None:
     nowhere = config(Path("x"))
     nowhere.data.dir = None
     with pytest.raises(ValueError, match=r"data\.dir: not set"):
-        environments.prepare(nowhere.data, nowhere.run.seed)
+        prepare(nowhere)

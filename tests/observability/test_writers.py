@@ -31,8 +31,8 @@ class Mine(Writer):
         fails: str = option("", "method that fails or hangs")
         hangs: str = option("", "method that hangs")
 
-    def __init__(self, options, config, start):
-        super().__init__(options, config, start)
+    def __init__(self, options, run, settings, start):
+        super().__init__(options, run, settings, start)
         self.do("open", start)
 
     def scalars(self, step, metrics):

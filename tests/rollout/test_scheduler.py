@@ -328,7 +328,7 @@ def test_judges_have_their_deadline_and_wait_for_the_limiter() -> None:
 
 def test_a_judge_of_turns_is_asked_about_one_after_another() -> None:
     judged = settings(
-        reward__weights={"generative": 1.0},
+        reward__weights={"generative": 1.0, "token_amount": -0.1},
         reward__metrics={"generative": {"prompt": "{conversation}", "turns": "reply"}},
         rollout__max_user_turns=4,
         rollout__max_assistant_turns=4,
@@ -477,6 +477,15 @@ def test_groups_are_dealt_over_the_servers_and_a_slow_server_gets_fewer(simulate
     flight.collect(0.0)
     simulated.begin(flight, *range(6, 11))
     assert [simulated.servers[number] for number in range(6, 11)] == [1, 2, 1, 2, 0]
+
+
+def test_servers_without_a_group_take_turns(simulated: Simulated) -> None:
+    flight = simulated.flight()
+    for number in range(6):
+        simulated.begin(flight, number)
+        simulated.finished = {number}
+        flight.collect(0.0)
+    assert [simulated.servers[number] for number in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_new_group_has_the_whole_time(simulated: Simulated) -> None:
