@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -460,3 +461,20 @@ def lose_a_server_for_good(folder: Path) -> str:
         run.servers[0].stop()
     dist.destroy_process_group()
     return reason
+
+
+def test_idle_shares_of_a_step(monkeypatch: pytest.MonkeyPatch, stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2)
+    seconds = {"seconds/evaluation": 2.0, "seconds/rollout": 4.0, "seconds/update": 4.0}
+    urls = [server.url for server in run.servers]
+    answers: list[list[dict[str, list[tuple[float, float]]]] | None] = [
+        [{urls[0]: [(80.0, 95.0)]}, {urls[0]: [(94.0, 97.0)]}, {"http://of.another.model": [(90.0, 100.0)]}],
+        None,
+    ]
+    monkeypatch.setattr("megatron_collab.rollout.servers.time.time", lambda: 100.0)
+    assert run.of_run.idle_shares(seconds) == {"idle/trainer": 0.6}, "on another rank than 0"
+    run.of_run.workers = SimpleNamespace(take_busy=lambda seconds: answers.pop(0))  # type: ignore[assignment]
+    expected = {"idle/trainer": 0.6, "idle/servers": 1 - 7 / 20}  # from 90 to 97 of the 10 s until 100, of one of two
+    assert run.of_run.idle_shares(seconds) == pytest.approx(expected)
+    assert run.of_run.idle_shares(seconds) == {"idle/trainer": 0.6}, "a worker did not answer"
+    assert run.of_run.idle_shares({}) == {}
