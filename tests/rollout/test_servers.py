@@ -20,6 +20,7 @@ from megatron_collab.launch import server_specs
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.rollout.servers import Servers
+from megatron_collab.runtime import screen
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.ranks import run_ranks
@@ -119,6 +120,17 @@ def beside(run: Stage, tmp_path: Path, colocated: bool) -> Recorded:
     model.pool.begin()
     run.events.clear()
     return server
+
+
+def test_servers_that_start_are_counted(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen, "LOG_EVERY", 0.0)
+    stage(replicas=2).begin()
+    assert [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "starting SGLang: 1/2 servers (50 %)",
+        "starting SGLang: 2/2 servers (100 %)",
+    ]
 
 
 def test_a_lost_model_server_is_noticed_in_a_phase_and_awaited(stage: Callable[..., Stage], tmp_path: Path) -> None:
