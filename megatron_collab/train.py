@@ -77,7 +77,9 @@ def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpe
             if config.train.record_tokens:
                 rollouts.record_tokens(scored, trainer.log_probs(trainer.chunks, scored, interruptible=False))
                 clock.lap("tokens")
-            training.record(step, {**batch.metrics, **stats, **servers.take_counters(), **clock.read()})
+            seconds = clock.read()
+            idle = servers.idle_shares(seconds)
+            training.record(step, {**batch.metrics, **stats, **servers.take_counters(), **idle, **seconds})
             step += 1
             if training.save_due(step):
                 training.save(step, trainer, collector=rollouts.state())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -30,7 +30,7 @@ from megatron_collab.checkpoint.torch_dist import SaveItems, write_item
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import LAYER, ModelShape, TensorCut, WeightEntry
 from megatron_collab.models.lora import from_state
-from megatron_collab.runtime.screen import phase, progress
+from megatron_collab.runtime.screen import counted, phase
 from megatron_collab.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def to_hf(checkpoint: Path, folder: Path, source: Path, dtype: torch.dtype | Non
     dtype = dtype or stored.dtype(EMBEDDING)
     with _refusing(folder), hf.replacing(folder) as partial:
         writer = hf.HFWriter(partial, shape, dtype, file_bytes)
-        for entry in _with_progress("converting", _exported_entries(shape)):
+        for entry in counted(_exported_entries(shape), "converting", "parameter"):
             writer.fill(stored.read(entry.megatron), hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0))
         writer.finish(source)
         _check_written(stored, HFTensors(partial, shape), shape, dtype)
@@ -118,13 +118,6 @@ def to_checkpoint(source: Path, folder: Path, dtype: torch.dtype | None, file_by
         _check_written(StoredWeights(storage.find_checkpoint(partial)), tensors, shape, planner.dtype)
 
 
-def _with_progress(title: str, entries: Sequence[WeightEntry]) -> Iterator[WeightEntry]:
-    with closing(progress(title, len(entries), unit="parameter")) as bar:
-        for entry in entries:
-            yield entry
-            bar.update(1)
-
-
 def _exported_entries(shape: ModelShape) -> list[WeightEntry]:
     return [entry for entry in hf_to_megatron.table(shape) if entry.exported]
 
@@ -167,7 +160,7 @@ def _check_written(
     stored: StoredWeights | StoredAdapters, tensors: HFTensors, shape: ModelShape, dtype: torch.dtype
 ) -> None:
     """Raises ConfigError unless both hold the same values, bit for bit, in `dtype`, the dtype of the output."""
-    for entry in _with_progress("comparing with the source", _exported_entries(shape)):
+    for entry in counted(_exported_entries(shape), "comparing with the source", "parameter"):
         parameter = stored.read(entry.megatron)
         for piece in hf_to_megatron.pieces(entry, shape, tp=1, tp_rank=0):
             blocks = parameter[piece.shard_index], tensors.read(piece.hf, piece.hf_index)

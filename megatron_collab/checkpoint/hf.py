@@ -27,7 +27,8 @@ from megatron_collab.models import hf_config, hf_to_megatron, hf_weights
 from megatron_collab.models.hf_to_megatron import Index, ModelShape, Piece, WeightEntry, hf_shapes
 from megatron_collab.models.hf_weights import INDEX, SINGLE
 from megatron_collab.runtime.files import read_text, writing
-from megatron_collab.runtime.process import beat
+from megatron_collab.runtime.process import beat, global_rank
+from megatron_collab.runtime.screen import counted
 from megatron_collab.settings import ConfigError
 from megatron_collab.settings.documents import parse_settings
 
@@ -244,7 +245,7 @@ def fill(chunks: Sequence[torch.nn.Module], tensors: HFTensors) -> None:
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = parallel_state.get_expert_data_parallel_group()
     with torch.no_grad():
-        for number, (name, parameter) in enumerate(named_shards(chunks)):
+        for number, (name, parameter) in enumerate(_counted([*named_shards(chunks)], "loading weights")):
             beat()
             if name not in entries:
                 raise ValueError(f"{name}: the table of weights has no such parameter")
@@ -298,9 +299,12 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
             for name in offers:  # in the order of the table, like the receives
                 dist.send(values(shards[name]).contiguous(), writer_rank)
         else:
-            for entry, (peer, offered) in product(table, peers.items()):
-                if entry.megatron not in offered:
-                    continue
+            offers_by_peer = [
+                (entry, peer, offered[entry.megatron])
+                for entry, (peer, offered) in product(table, peers.items())
+                if entry.megatron in offered
+            ]
+            for entry, peer, peer_tp_rank in _counted(offers_by_peer, "exporting weights"):
                 beat()
                 if peer == rank:
                     shard = values(shards[entry.megatron])
@@ -308,12 +312,17 @@ def save_hf(chunks: Sequence[torch.nn.Module], folder: Path, source: Path) -> No
                     sides = hf_to_megatron.shard_shape(entry, tp)
                     shard = torch.empty(sides, dtype=example.dtype, device=example.device)
                     dist.recv(shard, peer)
-                writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, offered[entry.megatron]))
+                writer.fill(shard, hf_to_megatron.pieces(entry, shape, tp, peer_tp_rank))
             writer.check()
         dist.barrier()  # every stage is written
         if rank == 0:
             writer.finish(source)
     dist.barrier()
+
+
+def _counted[Item](parameters: Sequence[Item], title: str) -> Iterator[Item]:
+    """The parameters one after the other, on rank 0 with a progress bar."""
+    return counted(parameters, title, "parameter") if global_rank() == 0 else iter(parameters)
 
 
 def _tensors_of_stages(shape: ModelShape, by_rank: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from megatron_collab import __version__
 from megatron_collab.commands import EXIT_BAD_INPUT
-from megatron_collab.runtime import console, gpu_environment, network, signals
+from megatron_collab.runtime import console, gpu_environment, network, screen, signals
 from megatron_collab.runtime.files import COMPILE_CACHE
 
 logger = logging.getLogger("megatron_collab")  # __name__ is __main__ if this module is the program
@@ -66,6 +66,7 @@ def main() -> int:
         print(f"megatron-collab {__version__}")
         return 0
     if name in PROGRAMS:
+        screen.note(f"megatron-collab {name}: importing")
         os.execv(sys.executable, [sys.executable, "-m", PROGRAMS[name], *arguments])
     if name == "doctor":  # imports what a run imports
         gpu_environment.reload()

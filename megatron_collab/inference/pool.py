@@ -16,6 +16,7 @@ from operator import attrgetter, methodcaller
 from megatron_collab.inference.server import MEMORY, ServerError, SGLangServer
 from megatron_collab.inference.spec import ServerSpec
 from megatron_collab.runtime.process import wait_for
+from megatron_collab.runtime.screen import counted
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class ServerPool:
     def begin(self) -> None:
         """Wait for all servers. Raises ServerError if one fails: a failing first start has a lasting cause."""
         sizes, expected = [], self.spec.max_total_tokens or 0
-        for server in self.servers:
+        for server in counted(self.servers, f"starting SGLang{self._suffix}", "server"):
             server.wait_healthy(self.spec.host.start_timeout)
             sizes.append(server.cache_tokens())
             if sizes[-1] < 0.99 * expected:  # sizes are rounded to pages

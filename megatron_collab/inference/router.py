@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Unpack
 from megatron_collab.inference.client import Paused, ServerGone, SGLangClient, TurnOptions
 from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.inference.spec import ClientSpec
+from megatron_collab.llm.busy import BusySpans
 from megatron_collab.llm.served import choose
 from megatron_collab.runtime.time_limit import uncounted
 from megatron_collab.types import Finish, Message, PausedTurn, ToolCall, Turn
@@ -31,7 +32,8 @@ _Answer = TypeVar("_Answer")
 class Router:
     """Samples turns for a worker from all SGLang servers and keeps each conversation on one of them.
 
-    `in_flight` counts the requests of each server; `gone` has the servers that are not in use or became unreachable.
+    `in_flight` counts the requests of each server, `busy` knows when it had any; `gone` has the servers that are not in
+    use or became unreachable.
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class Router:
         """
         self.unpublished, self._decode = unpublished, decode
         self.clients = [SGLangClient(url, key, spec) for url, key in servers]
-        self.in_flight = [0] * len(self.clients)
+        self._urls = [url for url, _ in servers]
+        self.in_flight, self.busy = [0] * len(self.clients), BusySpans()
         self.gone: set[int] = set()
         self._all = self._allowed = frozenset(range(len(self.clients)))
         self._lost = 0
@@ -195,7 +198,8 @@ class Router:
             server = self._place(affinity)
             self.in_flight[server] += 1
             try:
-                return await request(self.clients[server])
+                with self.busy.call(self._urls[server]):
+                    return await request(self.clients[server])
             except ServerGone as error:
                 failure = error
                 self._lose(server)

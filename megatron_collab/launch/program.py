@@ -75,6 +75,7 @@ def _run(module: str, program: type[PlayConfig], arguments: list[str], prepared:
     config, ranks, work = outcome
     if not process.under_torchrun():
         os.environ |= prepare.variables_of_ranks(config)
+        logger.info(f"starting {ranks} rank{'s' if ranks > 1 else ''}")  # torchrun and they import for seconds
         prepare.replace_by_torchrun(ranks, module, arguments)
     os.environ |= network.variables(config.launch.interface)
     process.die_with_parent(int(os.environ.get(process.LAUNCHER, "0")))  # 0: torchrun was started by hand

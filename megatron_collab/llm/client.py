@@ -84,6 +84,7 @@ class LlmClient:
         self._prices = Prices(prices)
         self.totals: dict[str, float] = {"tokens": 0, "usd": 0.0, "unpriced": 0}  # all calls so far
         self._servers = RunServers(keys, served)
+        self.busy = self._servers.busy
         self._queue = None if limiter is None else CallQueue(limiter)
         self._cache, self._tape = cache, tape
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

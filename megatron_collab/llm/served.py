@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from megatron_collab.llm.busy import BusySpans
 from megatron_collab.llm.endpoint import POLICY, SERVED
 from megatron_collab.settings import EndpointConfig
 
@@ -73,12 +74,12 @@ class Balance:
 class RunServers:
     """The servers of the policy (policy/SAMPLE) and of the models beside it (served/NAME or served/NAME/SAMPLE).
 
-    SAMPLE distinguishes several answers to the same messages.
+    SAMPLE distinguishes several answers to the same messages. `busy`: when calls to the policy are in flight.
     """
 
     def __init__(self, keys: Mapping[str, str], served: Mapping[str, ServedModel]) -> None:
         """`keys`: API keys of the policy's servers by api_base; `served`: models by NAME."""
-        self._keys = keys
+        self._keys, self.busy = keys, BusySpans()
         self.balances = {name: Balance(model) for name, model in served.items()}
 
     def model(self, endpoint: EndpointConfig) -> str:
@@ -94,7 +95,8 @@ class RunServers:
         """
         model, api_base = str(endpoint.model), str(endpoint.api_base)
         if model.startswith(f"{POLICY}/"):
-            yield _arguments(api_base, self._keys[api_base], model.removeprefix(f"{POLICY}/"), messages)
+            with self.busy.call(api_base.removesuffix("/v1")):
+                yield _arguments(api_base, self._keys[api_base], model.removeprefix(f"{POLICY}/"), messages)
         elif model.startswith(SERVED):
             sample = model.removeprefix(SERVED).partition("/")[2]
             with self._balance(model).server(messages[0]["content"]) as (url, key):

@@ -119,9 +119,7 @@ class RunFolder:
         self._evaluations.records[name] = record = records.finite({**record, **gaps})
         replace(self.folder / evaluations.FILE, self._evaluations.records)
         self._write(step, evaluations.scalars(record))
-        if self._writers and rows:
-            first_rows = [*islice(chain.from_iterable(rows), CONVERSATIONS)]
-            self._writers.conversations(step, evaluations.prefix(set_name), redacted(first_rows))
+        self._write_sample(step, evaluations.prefix(set_name), chain.from_iterable(rows))
         if scored := with_intervals(record):
             self._report_failures(f"evaluation {name}", groups)
         logger.info(f"evaluation {name} ({record['tasks']} tasks): {scored or _missing_reason(groups)}")
@@ -193,6 +191,11 @@ class RunFolder:
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._writers:
             self._writers.scalars(step, metrics)
+
+    def _write_sample(self, step: int, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Give the writers the first CONVERSATIONS of `rows`."""
+        if self._writers and (first_rows := [*islice(rows, CONVERSATIONS)]):
+            self._writers.conversations(step, name, redacted(first_rows))
 
 
 def _installed_version(name: str) -> str | None:

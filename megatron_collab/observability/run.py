@@ -22,6 +22,7 @@ from megatron_collab.types import Group
 
 logger = logging.getLogger(__name__)
 
+_GROUPS = 2  # of a step whose conversations writers get: the first future of each rollout
 _EVALUATION = "evaluation"  # key of rows that were written in one
 
 
@@ -36,7 +37,7 @@ class Run(RunFolder):
         self, record: RunRecord, train: TrainConfig, start: int, state: Mapping[str, Any], names: Mapping[str, str]
     ) -> None:
         super().__init__(record, start, train.steps, float(state.get("seconds", 0.0)), train.keep_best)
-        self._steps, self._eval_every = train.steps, train.eval_every
+        self._train, self._steps = train, train.steps
         self.names = names
         self._start, self._began = start, time.monotonic()
         self._view = self._show() if self.leader and screen.is_drawn() else None
@@ -74,11 +75,19 @@ class Run(RunFolder):
     def transcripts(self, step: int, groups: Sequence[Group]) -> None:
         """Write every future of a step with its scores; print a line if some failed."""
         self._report_failures(f"step {step + 1}", groups)
-        transcripts.write_step(self.folder, step, [[*rows_of([group])] for group in groups])
+        rows = [[*rows_of([group])] for group in groups]
+        transcripts.write_step(self.folder, step, rows)
+        if self._is_sampled(step):
+            self._write_sample(step, "train", (row for group in rows[:_GROUPS] for row in group if not row["future"]))
         self._watch_judges(step, groups)
         if self._view and groups:
             last = groups[-1].rollouts[-1].futures[-1].conversation
             self._view.conversation([message.as_dict() for message in last.messages])
+
+    def _is_sampled(self, step: int) -> bool:
+        """Whether writers get conversations of a step: its weights are evaluated or saved by the settings."""
+        every = self._train.eval_every
+        return step in (0, self._steps - 1) or self._train.checkpoint_due(step) or (every > 0 and step % every == 0)
 
     def record_tokens(self, step: int, rows: Iterable[tokens.Row]) -> None:
         """Write the tokens of a step's trained turns, see train.record_tokens."""
@@ -116,7 +125,7 @@ class Run(RunFolder):
 
     def evaluation_due(self, set_name: str, step: int) -> str | None:
         """The name of the evaluation of `set_name` if it is due at `step`, see Evaluations.due. Call on rank 0."""
-        return self._evaluations.due(set_name, step, self._eval_every)
+        return self._evaluations.due(set_name, step, self._train.eval_every)
 
     def finish(self, result: Mapping[str, Any] = {}) -> None:
         """Write the result: scores before and after training, and the minutes of all starts."""

@@ -113,12 +113,14 @@ class StepView:
         return rows
 
     def _times(self) -> str:
-        """Seconds by stage with their share of the step, and trained tokens by second."""
+        """Seconds by stage with their share of the step, the servers' idle share, and trained tokens by second."""
         laps = {name.removeprefix("seconds/"): s for name, s in self._metrics.items() if name.startswith("seconds/")}
         total = sum(laps.values())
         if not total:
             return ""
         parts = [f"{name} {seconds:.1f} s ({100 * seconds / total:.0f} %)" for name, seconds in laps.items()]
+        if "idle/servers" in self._metrics:
+            parts.append(f"servers idle {100 * self._metrics['idle/servers']:.0f} %")
         if tokens := self._metrics.get("tokens"):
             parts.append(f"{tokens / total:.0f} trained tokens a second")
         return "  ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -14,6 +14,7 @@ from megatron_collab.inference.remote import Machines, RemoteProcess, SpreadProc
 from megatron_collab.inference.served import ModelServers
 from megatron_collab.inference.server import Process, ServerProcess, SGLangServer
 from megatron_collab.inference.spec import ServingSpec
+from megatron_collab.llm.busy import idle_share
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.workers import Workers, start_workers
 from megatron_collab.runtime import network
@@ -23,6 +24,8 @@ from megatron_collab.runtime.ray_cluster import raise_if_lost, ray_session
 from megatron_collab.trainer.megatron.parallel import run_store
 
 logger = logging.getLogger(__name__)
+
+_SPANS_SECONDS = 2.0  # for workers to say when servers were busy; without one, the step has no such metric
 
 
 class Servers(ExitStack):
@@ -133,6 +136,24 @@ class Servers(ExitStack):
     def take_counters(self) -> dict[str, float]:
         """Numbers of lost and restarted servers since the last call, as metrics of a step; on rank 0."""
         return {name: count for pool in self._pools() for name, count in pool.take_counters().items()}
+
+    def idle_shares(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        """Shares of a step, from 0 to 1, in which the policy's servers and the trainer have nothing to do, as metrics.
+
+        `seconds`: of the step's stages, which end now, see Stopwatch.read. `idle/trainer`: the stages rollout and
+        evaluation, in which the ranks wait for conversations. `idle/servers`: see llm/busy.py; a server that is being
+        restarted is idle. It is absent on ranks other than 0, without servers, and if a worker does not answer.
+        """
+        step = sum(seconds.values())
+        if not step:
+            return {}
+        waited = sum(seconds.get(f"seconds/{stage}", 0.0) for stage in ("rollout", "evaluation"))
+        shares = {"idle/trainer": waited / step}
+        spans = self.workers.take_busy(_SPANS_SECONDS) if self.workers else None
+        if spans is not None and self.pool and (urls := [server.url for server in self.pool.servers]):
+            now = time.time()
+            shares["idle/servers"] = idle_share(spans, urls, now - step, now)
+        return shares
 
     def _release_memory(self) -> None:
         for pool in self._pools():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_collab.inference.assistant import Assistant, Renderer
     from megatron_collab.inference.router import Router
     from megatron_collab.inference.spec import ClientSpec
+    from megatron_collab.llm.busy import Spans
     from megatron_collab.llm.served import ServedModel
     from megatron_collab.rollout.llm_assistant import LlmAssistant
     from megatron_collab.rollout.users import Users
@@ -146,6 +147,10 @@ class ConversationWorker:
                 counters.clear()
         return dict(totals)
 
+    async def take_busy(self) -> list[Spans]:
+        """When calls to the policy's servers were in flight since the last call: turns, and users that it plays."""
+        return [part.busy.take() for part in (self.router, self.client) if part]
+
     def _player(self, eval_set: EvaluationSet | None) -> Player:
         """The player of training (None) or of an evaluation set; players share connections and reward workers."""
         from megatron_collab.rollout.users import Users
@@ -235,6 +240,11 @@ class Workers:
             with suppress(RayError):
                 results.append(self.ray.get(reference))
         return results
+
+    def take_busy(self, seconds: float) -> list[Spans] | None:
+        """See ConversationWorker.take_busy, of all of them; None if one does not answer within `seconds`."""
+        answers = self.available_results([player.take_busy.remote() for player in self.conversations], seconds)
+        return [spans for answer in answers for spans in answer] if len(answers) == len(self.conversations) else None
 
     def stop(self) -> None:
         """Kill the workers, and with them their calls to users and judges."""

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # rich takes a tenth of a second to import, and is needed on terminals only
@@ -45,6 +45,14 @@ def progress(title: str, total: int, unit: str = "task") -> Bar:
     if is_drawn():
         return _screen().bar(title, total, unit)
     return _Lines(title, total, unit) if _shows() else _Hidden()
+
+
+def counted[Item](items: Sequence[Item], title: str, unit: str) -> Iterator[Item]:
+    """The items one after the other, with the progress of the loop over them."""
+    with closing(progress(title, len(items), unit)) as bar:
+        for item in items:
+            yield item
+            bar.update(1)
 
 
 @contextmanager
@@ -80,6 +88,12 @@ def show(view: RenderableType) -> None:
     """Draw `view` above the bars until `close`, if anything is drawn; it may change, and is rendered each time."""
     if is_drawn():
         _screen().show(view)
+
+
+def note(text: str) -> None:
+    """A line before a time in which this program cannot draw, if anything is drawn."""
+    if is_drawn():
+        print(text, file=sys.stderr, flush=True)
 
 
 def close() -> None:

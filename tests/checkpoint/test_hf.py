@@ -16,6 +16,7 @@ from megatron_collab.config import Config
 from megatron_collab.launch.trainer_specs import network_spec
 from megatron_collab.models import hf_to_megatron
 from megatron_collab.models.hf_to_megatron import ModelShape
+from megatron_collab.runtime import screen
 from megatron_collab.trainer.megatron import model as policies
 from tests import ranks
 from tests.helpers import make_model
@@ -43,11 +44,16 @@ def shape_of(folder: Path) -> ModelShape:
 
 
 def test_several_files_and_one_contain_the_same_model(
-    config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(screen, "LOG_EVERY", 0.0)
     model = policies.load(network_spec(config))
     monkeypatch.setattr(hf, "FILE_BYTES", 60_000)
     hf.save_hf(model, tmp_path / "split", source)
+    count = len([*hf.named_shards(model)])
+    printed = capsys.readouterr().err
+    for title in ("loading", "exporting"):
+        assert f"{title} weights: {count}/{count} parameters (100 %)" in printed
     files = sorted((tmp_path / "split").glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 90_000 for file in files)

@@ -104,6 +104,20 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("reward")] == [0, 1, 2, 3]
 
 
+def test_writers_get_conversations_of_some_steps(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    settings.train.steps, settings.train.eval_every, settings.train.checkpoint_every = 8, 2, 3
+    one = group()
+    pair = replace(one, rollouts=tuple(replace(r, futures=r.futures * 3) for r in one.rollouts * 6))
+    with Run(settings, settings.train, 0, {}, {}) as run:
+        for step in range(8):
+            run.transcripts(step, [pair] * 3 if step else [one])
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["tensors"] == [f"train/{number}/text_summary" for number in range(10)], "and not 3 * 6 * 3"
+    steps = [[event.step for event in events.Tensors(f"train/{number}/text_summary")] for number in (0, 9)]
+    assert steps == [[0, 2, 3, 4, 6, 7], [2, 3, 4, 6, 7]]
+
+
 def test_a_run_that_starts_over_forgets_its_first_steps(tmp_path: Path) -> None:
     trained(tmp_path, 0, 3)
     trained(tmp_path, 0, 2)
@@ -264,8 +278,8 @@ def test_an_evaluation_is_in_every_place_with_its_interval(tmp_path: Path, capsy
     metrics = ("right", "right_low", "right_high", "ending/malformed")
     names = {f"eval/{eval_set}/{name}" for eval_set in ("math", "code") for name in metrics}
     assert set(events.Tags()["scalars"]) == names
-    assert events.Tags()["tensors"] == ["eval/math/t-1/text_summary", "eval/code/t-1/text_summary"]
-    (text,) = events.Tensors("eval/math/t-1/text_summary")
+    assert events.Tags()["tensors"] == ["eval/math/0/text_summary", "eval/code/0/text_summary"]
+    (text,) = events.Tensors("eval/math/0/text_summary")
     lines = text.tensor_proto.string_val[0].decode().splitlines()
     assert all(line.startswith("    ") for line in lines), "a block of code"
     of_judge = {"booking_right: as the goal says", "![](http://a.b/c)", "booking_right 1.5", "0.25"}
@@ -404,11 +418,12 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
     for start in (0, 1):
         with suppress(ZeroDivisionError), Run(run_record(settings), settings.train, start, {}, {}) as run:
             evaluate(run, "math", start, 0.5)
+            run.transcripts(start, [group()])
             run.record(start, METRICS)
             _ = 1 / start  # the first start fails
         time.sleep(1)  # its folders are named by the second, and a second start within it would have none
     wandb.teardown()
-    (tables, scalars), ids, codes = ([], {}), set(), []
+    of_evaluation, of_training, scalars, ids, codes = [], [], {}, set(), []
     for file in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime):
         for record in recorded_by_wandb(file):
             if (kind := record.WhichOneof("record_type")) == "run":
@@ -426,11 +441,14 @@ def test_weights_and_biases_gets_one_run_over_all_starts(tmp_path: Path, monkeyp
                 scalars[items["_step"]] = items
             elif kind == "exit":
                 codes.append(record.exit.exit_code)
-        tables += [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/eval/math/*.json")]
+        for tables, name in ((of_evaluation, "eval/math"), (of_training, "train")):
+            tables += [json.loads(table.read_text()) for table in file.parent.glob(f"files/media/table/{name}/*.json")]
     assert len(ids) == 1 and codes == [1, 0]
     assert all(METRICS.items() <= scalars[step].items() for step in (0, 1))
     assert (scalars[0]["eval/math/right"], scalars[0]["eval/math/right_low"]) == (0.5, 0.125)
-    (table,) = tables
+    (at_start,) = of_training  # not of step 1, which nothing evaluates or saves
+    assert at_start["data"][0][:3] == [0, "t-1", "user: a table .\n\nassistant: which day ?"]
+    (table,) = of_evaluation
     (data,) = table["data"]
     row = dict(zip(table["columns"], data, strict=True))
     assert row["conversation"].endswith("assistant: which day ?\n\nuser: friday")

@@ -26,6 +26,7 @@ METRICS = {
     "tokens": 300.0,
     "loss": -0.125,
     "seconds/rollout": 9.0,
+    "idle/servers": 0.375,
     "seconds/update": 3.0,
 }
 
@@ -46,7 +47,12 @@ def test_the_view_says_where_the_run_is_and_how_it_does() -> None:
     text = drawn(view)
     for part in (
         *("booking", "step 12/200", "1.000 ± 0.125  ▁█", "accuracy 0.750", "loss -0.125"),
-        *("before: accuracy 0.20 [0.10, 0.30]", "rollout 9.0 s (75 %)", "25 trained tokens a second"),
+        *(
+            "before: accuracy 0.20 [0.10, 0.30]",
+            "rollout 9.0 s (75 %)",
+            "servers idle 38 %",
+            "25 trained tokens a second",
+        ),
         *(
             "0.5 USD, 12 calls in the last step",
             "missing 2  count/user_cut 3  servers/judge_lost 1",

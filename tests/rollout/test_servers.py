@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron_collab.launch import server_specs
 from megatron_collab.launch.play_specs import play_spec
 from megatron_collab.launch.trainer_specs import sync_spec
 from megatron_collab.rollout.servers import Servers
+from megatron_collab.runtime import screen
 from megatron_collab.runtime.process import RunStopped
 from megatron_collab.weight_sync.sync import PublishError, WeightSync
 from tests.ranks import run_ranks
@@ -118,6 +120,17 @@ def beside(run: Stage, tmp_path: Path, colocated: bool) -> Recorded:
     model.pool.begin()
     run.events.clear()
     return server
+
+
+def test_servers_that_start_are_counted(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen, "LOG_EVERY", 0.0)
+    stage(replicas=2).begin()
+    assert [line.partition(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "starting SGLang: 1/2 servers (50 %)",
+        "starting SGLang: 2/2 servers (100 %)",
+    ]
 
 
 def test_a_lost_model_server_is_noticed_in_a_phase_and_awaited(stage: Callable[..., Stage], tmp_path: Path) -> None:
@@ -460,3 +473,20 @@ def lose_a_server_for_good(folder: Path) -> str:
         run.servers[0].stop()
     dist.destroy_process_group()
     return reason
+
+
+def test_idle_shares_of_a_step(monkeypatch: pytest.MonkeyPatch, stage: Callable[..., Stage]) -> None:
+    run = stage(replicas=2)
+    seconds = {"seconds/evaluation": 2.0, "seconds/rollout": 4.0, "seconds/update": 4.0}
+    urls = [server.url for server in run.servers]
+    answers: list[list[dict[str, list[tuple[float, float]]]] | None] = [
+        [{urls[0]: [(80.0, 95.0)]}, {urls[0]: [(94.0, 97.0)]}, {"http://of.another.model": [(90.0, 100.0)]}],
+        None,
+    ]
+    monkeypatch.setattr("megatron_collab.rollout.servers.time.time", lambda: 100.0)
+    assert run.of_run.idle_shares(seconds) == {"idle/trainer": 0.6}, "on another rank than 0"
+    run.of_run.workers = SimpleNamespace(take_busy=lambda seconds: answers.pop(0))  # type: ignore[assignment]
+    expected = {"idle/trainer": 0.6, "idle/servers": 1 - 7 / 20}  # from 90 to 97 of the 10 s until 100, of one of two
+    assert run.of_run.idle_shares(seconds) == pytest.approx(expected)
+    assert run.of_run.idle_shares(seconds) == {"idle/trainer": 0.6}, "a worker did not answer"
+    assert run.of_run.idle_shares({}) == {}

@@ -286,6 +286,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     workers = start_workers(play_spec(settings), client, [(nobody, KEY), (server, KEY)], served)
     (worker,) = workers.conversations
     ray.get(worker.use_servers.remote([1]), timeout=60)
+    began = time.time()
     group = ray.get(worker.play.remote(task, "train-0-0"), timeout=60)
 
     for rollout in group.rollouts:
@@ -302,6 +303,9 @@ def test_a_conversation_worker_samples_from_its_servers(
     assert counted["servers_lost"] == 0
     assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
     assert workers.available_results([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
+    spans = workers.take_busy(60)
+    assert spans is not None and [[*of_client] for of_client in spans] == [[server], []], "turns, and no user's"
+    assert all(began < first < last < time.time() for first, last in spans[0][server])
     llm_group = ray.get(worker.play.remote(replace(task, user="llm"), "train-0-1"), timeout=60)
     replies = {future.conversation.messages[2:3] for rollout in llm_group.rollouts for future in rollout.futures}
     assert replies == {(Message("user", "please wait"),)}, llm_group.rollouts[0].futures[0].conversation

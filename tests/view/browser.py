@@ -28,7 +28,7 @@ needs_browser = [
 
 expect = playwright.expect
 TOKEN = "a-token-for-tests"
-SECONDS = 30  # for anything that the page does: the machine may be busy
+SECONDS = 120  # for anything that the page does: the machine may be busy
 POLL_MS, POLL_FINISHED_MS = 2000, 30_000  # of overview.js
 FLAGS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),

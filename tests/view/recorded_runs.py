@@ -86,6 +86,8 @@ def metrics_of(step: int, chance: random.Random) -> Mapping[str, float | None]:
         "seconds/reward": 9 + chance.gauss(0, 1),
         "seconds/update": 14.0,
         "seconds/weight_sync": 1.2,
+        "idle/servers": 0.3 + chance.gauss(0, 0.03),
+        "idle/trainer": 0.7 - chance.gauss(0, 0.03),
         "llm/usd": 0.03 + chance.random() / 100,
         "llm/calls": 96.0,
         "staleness/mean": 0.5,

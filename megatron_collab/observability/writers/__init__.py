@@ -29,7 +29,7 @@ WRITERS = {
     "trackio": f"{__name__}.trackio:TrackioWriter",
     "wandb": f"{__name__}.wandb:WandbWriter",
 }
-CONVERSATIONS = 10  # the first ones of each evaluation: the same tasks every time
+CONVERSATIONS = 10  # that writers get at once: of an evaluation the first ones, the same tasks every time
 Rows = Sequence[Mapping[str, Any]]  # of a file of conversations
 _OPEN_SECONDS = 60.0  # the run waits for a writer to open; later, what it writes is kept for it
 _CLOSE_SECONDS = 60.0  # for all writers together at the end
@@ -59,7 +59,7 @@ class Writer(Extension):
         raise NotImplementedError
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        """Write some conversations of the evaluation of the set `name` at `step`."""
+        """Write at most CONVERSATIONS of `step`: of an evaluation (`name` eval or eval/SET) or of training (train)."""
 
     def close(self, failed: bool) -> None:
         """End of the run; `failed`: by an error. Returns when everything is written."""
@@ -176,6 +176,7 @@ def cells(row: Mapping[str, Any]) -> dict[str, Any]:
         f"message {at}, {name}: {note}" for at, of in row.get("private", {}).items() for name, note in of.items()
     ]
     return {
+        "task": str(row["task"]),
         "conversation": excerpt("\n\n".join(dialogue)),
         "ending": str(row["ending"]),
         "reward": row["reward"],

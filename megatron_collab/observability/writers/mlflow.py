@@ -53,7 +53,7 @@ class MlflowWriter(Writer):
         self._client.log_batch(self._id, [self._metric(_name(name), v, now, step) for name, v in metrics.items()])
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        text = "\n\n---\n\n".join(f"task {row['task']}\n\n{plain_text(row)}" for row in rows)
+        text = "\n\n---\n\n".join(map(plain_text, rows))
         self._client.log_text(self._id, text, f"{_name(name)}/conversations_{step}.txt")
 
     def close(self, failed: bool) -> None:

@@ -42,10 +42,7 @@ class SwanlabWriter(Writer):
         self._run.log(dict(metrics), step=step)
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        self._run.log(
-            {f"{name}/conversations": [self._text(f"task {row['task']}\n\n{plain_text(row)}") for row in rows]},
-            step=step,
-        )
+        self._run.log({f"{name}/conversations": [self._text(plain_text(row)) for row in rows]}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish("crashed" if failed else "success", "the run ended with an error" if failed else None)

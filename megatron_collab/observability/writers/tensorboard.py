@@ -26,10 +26,10 @@ class TensorBoardWriter(Writer):
         self._writer.flush()
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        for row in rows:
+        for number, row in enumerate(rows):  # as a tag, so that their count has a bound however long a run is
             # As a block of code: TensorBoard renders Markdown, also images from addresses that a model wrote.
             text = indent(plain_text(row), "    ", lambda _: True)
-            self._writer.add_text(f"{name}/{row['task']}", text, step)
+            self._writer.add_text(f"{name}/{number}", text, step)
         self._writer.flush()
 
     def close(self, failed: bool) -> None:

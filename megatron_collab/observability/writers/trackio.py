@@ -38,7 +38,7 @@ class TrackioWriter(Writer):
         self._run.log(dict(metrics), step=step)
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        texts = "\n\n".join(f"task {row['task']}\n\n{plain_text(row)}" for row in rows)
+        texts = "\n\n".join(map(plain_text, rows))
         # A fence that the texts lack: what a model wrote is text, never markup.
         fence = "`" * (1 + max(map(len, re.findall("`+", texts)), default=2))
         self._run.log({f"{name}/conversations": self._markdown(f"{fence}\n{texts}\n{fence}")}, step=step)

@@ -48,7 +48,7 @@ class WandbWriter(Writer):
         self._wandb.log(dict(metrics), step=step)
 
     def conversations(self, step: int, name: str, rows: Rows) -> None:
-        table_rows = [{"step": step, "task": row["task"], **cells(row)} for row in rows]
+        table_rows = [{"step": step, **cells(row)} for row in rows]
         columns: list[str | int] = [*table_rows[0]]
         table = self._wandb.Table(columns=columns, data=[[*row.values()] for row in table_rows])
         self._wandb.log({f"{name}/conversations": table}, step=step)

@@ -6,7 +6,7 @@ import { number } from "./format.js";
 const SECTIONS = [
   { title: "Reward", pattern: /^(reward|reward_se|spread|reliability|equal_rewards)$/ },
   { title: "Scores", pattern: /^score\//, strip: true },
-  { title: "Time", pattern: /^seconds\//, fromZero: true },
+  { title: "Time", pattern: /^(seconds|idle)\//, fromZero: true },
   { title: "Cost", pattern: /^(llm\/|sampled_tokens$)/, fromZero: true },
   { title: "Endings", pattern: /^ending\//, strip: true, fromZero: true },
   { title: "Staleness", pattern: /^(staleness|dynamic)\//, fromZero: true },
