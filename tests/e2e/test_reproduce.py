@@ -48,14 +48,15 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
     command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2", "--train-seeds", "1"]
     command += ["--arms", ",".join(ARMS)]
     killed = start(command, module=MODULE)
-    killed.when(lambda: any(file.stat().st_size for file in (out / "booking").glob("build/journal/*.groups")))
+    folder = out / "booking" / "seed0"
+    killed.when(lambda: any(file.stat().st_size for file in folder.glob("build/journal/*.groups")))
     killed.process.kill()
     killed.process.wait()
     assert killed.gone() == [], "the program that it runs ends with it"
-    base = (out / "booking" / "base" / "result.json").stat().st_mtime_ns
+    base = (folder / "base" / "result.json").stat().st_mtime_ns
     resumed = start(command, module=MODULE)
     resumed.finish(1200)
-    assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "finished work stays"
+    assert (folder / "base" / "result.json").stat().st_mtime_ns == base, "finished work stays"
     assert "forecast of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
     table = (out / "page.md").read_text()
     arms = read("booking").arms
@@ -64,7 +65,7 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
         assert re.search(rf"^\| {arms[name].title} (\| {interval} ){{2}}\| ", table, re.MULTILINE), table
     assert re.search(rf"^\| {arms['sft'].title} \| {arms['base'].title} \| [+-]", table, re.MULTILINE), "its gain"
     repeated = start(command, module=MODULE)
-    assert repeated.wait() == 0 and re.search(r"(\d+)/\1 booking/offline_dpo_eval: done", repeated.log.read_text())
+    assert repeated.wait() == 0 and re.search(r"(\d+)/\1 booking/seed0/offline_dpo_eval: done", repeated.log.read_text())
 
 
 def small_desk(folder: Path) -> Path:
