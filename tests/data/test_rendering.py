@@ -191,7 +191,7 @@ def test_marks_that_any_text_can_imitate_are_known(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", VENDORS.split())
-def test_marks_of_vendors_are_control_tokens_and_texts_make_none(dataset: Callable[[str], Path], folder: Path, name: str) -> None:
+def test_marks_of_vendors_are_control_tokens(dataset: Callable[[str], Path], folder: Path, name: str) -> None:
     template = dataset(f"chat_templates/{name}.jinja").read_text()
     chat = chat_of(folder, "bytes", template)
     assert chat.plain_mark is None

@@ -149,7 +149,7 @@ def update(file: Path, content: dict[str, Any], commit: str) -> None:
     for arm in before["arms"].keys() - content["arms"].keys():
         start = STUDY.arms[arm].start
         if start in before["arms"] and start in new:
-            sys.exit(f"{file}: {arm} started from another {start} than the new arms; train {arm} too, or delete the file")
+            sys.exit(f"{file}: {arm} started from another {start} than the new arms; train {arm} too, or remove it")
     file.parent.mkdir(parents=True, exist_ok=True)
     files.replace(file, json.dumps(content | {"arms": before["arms"] | new}, indent=0) + "\n")
 
