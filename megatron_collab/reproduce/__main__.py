@@ -13,6 +13,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_collab.commands import EXIT_BAD_INPUT, ArgumentParser, positive
@@ -30,12 +31,16 @@ def main(arguments: Sequence[str]) -> int:
         require(options.seeds >= 1, f"--seeds={options.seeds}: must be 1 or more")
         train_seeds = options.train_seeds
         require(train_seeds is None or train_seeds >= 1, f"--train-seeds={train_seeds}: must be 1 or more")
+        first_seed = options.first_seed
+        require(first_seed is None or first_seed >= 0, f"--first-seed={first_seed}: must be 0 or more")
         require(options.jobs >= 1, f"--jobs={options.jobs}: must be 1 or more")
         message = f"--jobs={options.jobs}: each program gets all that is left of --budget; leave one of them out"
         require(options.jobs == 1 or options.budget is None, message)
         require(options.pilot >= 0, f"--pilot={options.pilot}: must be 0 or more")
         require(options.replay is None or options.replay.is_dir(), f"--replay={options.replay}: no such folder")
         definition = study.read(options.study)
+        if first_seed is not None:
+            definition = replace(definition, first_seed=first_seed)
         study_options = plan.StudyOptions(
             options.out or Path("runs") / definition.name,
             study.select(options.tasks, definition.tasks, "--tasks"),
@@ -70,6 +75,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="base model of all arms [the study's]")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions of each problem [3]")
     parser.add_argument("--train-seeds", type=int, metavar="N", help="trainings of each arm [the study's]")
+    parser.add_argument("--first-seed", type=int, metavar="N", help="seed of the first training [the study's]")
     parser.add_argument(
         "--jobs", type=int, default=1, help="programs at once, each after those whose output it reads [1]"
     )

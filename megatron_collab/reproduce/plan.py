@@ -51,9 +51,9 @@ class StudyOptions:
 
 
 class Chain(NamedTuple):
-    """The programs that share a folder: those of a task and, if there are several, a training seed.
+    """The programs that share a folder: those of a task and a training seed.
 
-    `title`: also its folder in --out. `seed`: run.seed of its programs; None: its default.
+    `title`: also its folder in --out. `seed`: run.seed of its programs; None: its default, in a study of one training.
     """
 
     task: str
@@ -121,9 +121,12 @@ class Stage:
 
 
 def chains(study: Study, options: StudyOptions, task: str) -> list[Chain]:
-    """The chains of a task, one for each training seed."""
-    if options.train_seeds == 1:
-        return [Chain(task, task, study.first_seed or None)]
+    """The chains of a task, one for each training seed.
+
+    In a study of several trainings each has its folder, also if only one is planned, so that others can be added.
+    """
+    if study.train_seeds == options.train_seeds == 1 and not study.first_seed:
+        return [Chain(task, task, None)]
     seeds = range(study.first_seed, study.first_seed + options.train_seeds)
     return [Chain(task, f"{task}/seed{seed}", seed) for seed in seeds]
 
@@ -133,11 +136,12 @@ def stages(study: Study, options: StudyOptions) -> list[Stage]:
 
     Raises ConfigError for settings that their program would refuse, and for columns that no evaluation measures.
     """
-    for setting in options.settings:
-        message = f"{setting}: the training seeds set it; leave it out, or give --train-seeds=1"
-        require(options.train_seeds == 1 or not setting.startswith("run.seed="), message)
     planned = list[Stage]()
     for task in options.tasks:
+        seeded = any(chain.seed is not None for chain in chains(study, options, task))
+        for setting in options.settings:
+            message = f"{setting}: the training seeds set it; leave it out, or give --first-seed"
+            require(not (seeded and setting.startswith("run.seed=")), message)
         for number, chain in enumerate(chains(study, options, task)):
             planned += _ChainPlan(study, options, chain, options.pilot if number == 0 else 0)
     for stage in planned:

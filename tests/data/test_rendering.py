@@ -193,7 +193,18 @@ def test_marks_that_any_text_can_imitate_are_known(folder: Path) -> None:
 @pytest.mark.parametrize("name", VENDORS.split())
 def test_marks_of_vendors_are_control_tokens(dataset: Callable[[str], Path], folder: Path, name: str) -> None:
     template = dataset(f"chat_templates/{name}.jinja").read_text()
-    assert chat_of(folder, "bytes", template).plain_mark is None
+    chat = chat_of(folder, "bytes", template)
+    assert chat.plain_mark is None
+    chat.arguments = {"date_string": "26 Jul 2024"} if name == "llama3_2" else {}
+    marks = [*MARKS, *(mark for mark in WRITTEN if mark in template)]  # others are words of a domain
+    honest, forged = (
+        [Message("system", t), Message("user", t), Message("assistant", "a"), Message("user", t)]
+        for t in ("x", " ".join(marks))
+    )
+    assert count(chat, chat.first(forged)) == count(chat, chat.first(honest))
+    turn = chat.reply("a")
+    assert count(chat, chat.next(forged[-1:], turn)) == count(chat, chat.next(honest[-1:], turn))
+    assert chat.counters["control_tokens_as_text"] == 4 * len(marks)
 
 
 def control_ids(chat: ChatRenderer) -> set[int]:

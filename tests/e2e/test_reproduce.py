@@ -48,14 +48,15 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
     command = [str(small_booking(tmp_path)), "--out", str(out), "--seeds", "2", "--train-seeds", "1"]
     command += ["--arms", ",".join(ARMS)]
     killed = start(command, module=MODULE)
-    killed.when(lambda: any(file.stat().st_size for file in (out / "booking").glob("build/journal/*.groups")))
+    folder = out / "booking" / "seed0"
+    killed.when(lambda: any(file.stat().st_size for file in folder.glob("build/journal/*.groups")))
     killed.process.kill()
     killed.process.wait()
     assert killed.gone() == [], "the program that it runs ends with it"
-    base = (out / "booking" / "base" / "result.json").stat().st_mtime_ns
+    base = (folder / "base" / "result.json").stat().st_mtime_ns
     resumed = start(command, module=MODULE)
     resumed.finish(1200)
-    assert (out / "booking" / "base" / "result.json").stat().st_mtime_ns == base, "finished work stays"
+    assert (folder / "base" / "result.json").stat().st_mtime_ns == base, "finished work stays"
     assert "forecast of all: 0 USD\n" in resumed.log.read_text(), "nobody is paid"
     table = (out / "page.md").read_text()
     arms = read("booking").arms
@@ -64,41 +65,43 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
         assert re.search(rf"^\| {arms[name].title} (\| {interval} ){{2}}\| ", table, re.MULTILINE), table
     assert re.search(rf"^\| {arms['sft'].title} \| {arms['base'].title} \| [+-]", table, re.MULTILINE), "its gain"
     repeated = start(command, module=MODULE)
-    assert repeated.wait() == 0 and re.search(r"(\d+)/\1 booking/offline_dpo_eval: done", repeated.log.read_text())
+    assert repeated.wait() == 0 and re.search(r"(\d+)/\1 .*/offline_dpo_eval: done", repeated.log.read_text())
 
 
 def small_desk(folder: Path) -> Path:
-    """The shipped study with fewer problems and steps."""
+    """The shipped study with fewer problems and steps; its SFT is the one of docs/evidence/smoke.json."""
     study: dict[str, Any] = yaml.safe_load((STUDIES / "desk.yaml").read_text())
-    study["tasks"]["cost_0.10"]["eval_tasks"] = 4
-    for name in ARMS_OF_DESK:
-        study["arms"][name]["train"] += ["train.steps=2", "train.prompts_per_step=4", "optim.warmup_steps=0"]
+    study["tasks"]["cost_0.10"]["eval_tasks"] = 32
+    study["arms"]["sft"]["train"] += ["train.steps=300"]
+    study["arms"]["window_3"]["train"] += ["train.steps=2", "train.prompts_per_step=4", "optim.warmup_steps=0"]
     (folder / "desk.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     return folder / "desk.yaml"
 
 
-def test_results_of_the_desk_study_are_kept_as_evidence(
-    tmp_path: Path, start: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+def test_the_desk_study_gives_the_committed_result_and_the_page_of_the_demo(
+    tmp_path: Path, start: Callable[..., Program]
 ) -> None:
-    """The study as docs/evidence.md names it, of one seed, one cost and two arms."""
-    out = tmp_path / "out"
+    """The study as `make demo` runs it, of one seed, one cost and two arms."""
+    out = tmp_path / "study"
     command = [str(small_desk(tmp_path)), "--out", str(out), "--seeds", "1", "--train-seeds", "1", "--pilot", "0"]
     command += ["--jobs", "2", "--tasks", "cost_0.10", "--arms", ",".join(ARMS_OF_DESK)]
     start(command, module=MODULE).finish(900)
     assert re.search(r"^\| optimal, predicted \| 0\.\d+ \| 0\.\d+ \| ", (out / "page.md").read_text(), re.MULTILINE)
-    (out / "cost_0.10").rename(tmp_path / "seed1")
-    (tmp_path / "cost_0.10").mkdir()
-    (tmp_path / "seed1").rename(tmp_path / "cost_0.10" / "seed1")
-    monkeypatch.setattr(evidence, "FOLDER", tmp_path / "kept")
-    evidence.keep(tmp_path)
-    trainings = evidence.read()["cost_0.10"]
+    ((chain, content),) = evidence.results(out)
+    assert (chain.task, chain.title) == ("cost_0.10", "cost_0.10/seed1")
+    trainings = evidence.Trainings({"seed1": content})
     assert trainings.arms == [*ARMS_OF_DESK]
-    (table,) = re.findall(
-        r"^\| GRPO-MR, window 3 \(1\) \| .*", "\n".join(evidence.tables({"cost_0.10": trainings})), re.M
-    )
+    committed = evidence.Trainings({"seed1": json.loads((evidence.FOLDER / "smoke.json").read_text())}).utility("sft")
+    assert 0 < committed.low <= trainings.utility("sft").value <= committed.high, "the smoke cell of docs/evidence"
+    (tmp_path / "estimator.json").write_text((evidence.FOLDER / "estimator.json").read_text())
+    start([str(tmp_path)], module="tools.demo_page").finish(60)
+    page = (tmp_path / "page.md").read_text()
+    (row,) = re.findall(r"^\| GRPO-MR, window 3 \(1\) \| .*", page, re.M)
     tokens = trainings.effort("window_3", "sampled_tokens")
-    assert tokens > 0 and table.endswith(f"| 2 | {tokens:,.0f} |")
-    assert len(trainings.seeds["seed1"]["arms"]["window_3"]["utility"]) == 4
+    assert tokens > 0 and row.endswith(f"| 2 | {tokens:,.0f} |")
+    for shown in ("| regret |", "| asks open | asks guessable |", "](tokens.svg)", "| user turns of a future |"):
+        assert shown in page
+    assert (tmp_path / "tokens.svg").is_file()
 
 
 def small_paper(folder: Path) -> Path:

@@ -23,6 +23,11 @@ def options(study: Study, **more: object) -> StudyOptions:
     return replace(StudyOptions(Path("out"), list(study.tasks), list(study.arms), study.model), **more)
 
 
+def one_training() -> Study:
+    """The study of the booking world with a single training, whose folder has no seed."""
+    return replace(read("booking"), train_seeds=1)
+
+
 def by_name(planned: list[Stage]) -> dict[str, Stage]:
     return {stage.title: stage for stage in planned}
 
@@ -133,7 +138,7 @@ def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
 @pytest.mark.parametrize("arms", [["sft", "ppo"], *([arm] for arm in read("booking").arms)], ids=",".join)
 def test_any_arms_alone_have_all_that_they_read(arms: list[str]) -> None:
     """What a program reads in the folder of its task is of a program before it; the first one makes the world."""
-    study = read("booking")
+    study = one_training()
     folders = {"world"}
     planned = stages(study, options(study, arms=arms))
     assert planned[0].title == "booking/base"
@@ -159,7 +164,8 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_each_training_seed_has_its_folder_and_a_single_one_none() -> None:
+def test_each_training_seed_has_its_folder() -> None:
+    """Also a single one of a study of several, so that others can be added; not if the study has a single one."""
     study = read("booking")
     planned = stages(study, options(study, arms=["sft"], train_seeds=2))
     assert {stage.chain.title for stage in planned} == {"booking/seed0", "booking/seed1"}
@@ -169,17 +175,18 @@ def test_each_training_seed_has_its_folder_and_a_single_one_none() -> None:
         assert str(stage.folder) == f"out/booking/seed{seed}/{stage.name}"
         assert stage.prepares or stage.config.run.seed == seed
         assert stage.prepares or stage.config.data.dir == f"out/booking/seed{seed}/world"
-    single = stages(study, options(study, arms=["sft"]))
+    single = stages(one_training(), options(study, arms=["sft"]))
     assert single[0].title == "booking/base" and not any("run.seed" in " ".join(stage.arguments) for stage in single)
+    assert stages(study, options(study, arms=["sft"]))[0].title == "booking/seed0/base"
     later = stages(replace(study, first_seed=4), options(study, arms=["sft"], train_seeds=2))
     assert {stage.chain.title for stage in later} == {"booking/seed4", "booking/seed5"}
     with pytest.raises(ConfigError, match=r"run\.seed=7: the training seeds set it; leave it out"):
-        stages(study, options(study, train_seeds=2, settings=("run.seed=7",)))
+        stages(study, options(study, settings=("run.seed=7",)))
 
 
 @pytest.mark.seconds
 def test_a_task_may_have_several_evaluated_sets_that_begin_with_their_messages() -> None:
-    study = read("booking")
+    study = one_training()
     sets = {"near": "$FOLDER/world/eval.jsonl", "far": "$FOLDER/world/far.jsonl"}
     task = replace(study.tasks["booking"], eval_source=None, eval_sets=sets, eval_tasks=5, opened=False)
     study = replace(study, tasks={"booking": task})
@@ -198,7 +205,7 @@ def test_a_task_may_have_several_evaluated_sets_that_begin_with_their_messages()
 
 
 def test_an_arm_may_name_its_data_and_start_from_another() -> None:
-    study = read("booking")
+    study = one_training()
     arms = {**study.arms, "mine": Arm("Mine", start="sft", train=["algo=grpo", "data.train=$FOLDER/world/train.jsonl"])}
     study = replace(study, arms=arms)
     planned = stages(study, options(study, arms=["mine"]))

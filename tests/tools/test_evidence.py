@@ -32,9 +32,13 @@ def trainings() -> Trainings:
     return Trainings({"seed1": {"predicted": PREDICTED, "arms": arms}})
 
 
-def test_the_committed_page_has_the_committed_results() -> None:
-    text = evidence.PAGE.read_text()
-    assert evidence.page(text, evidence.read()) == text
+def test_the_committed_pages_and_figure_have_the_committed_results(tmp_path: Path) -> None:
+    tasks = evidence.read()
+    for file, lines in ((evidence.PAGE, evidence.tables), (evidence.README, evidence.summary)):
+        text = file.read_text()
+        assert evidence.with_tables(text, lines(tasks)) == text
+    evidence.draw(tasks, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_text() == evidence.PICTURE.read_text()
 
 
 def test_the_primary_difference_is_paired_by_problem(trainings: Trainings) -> None:
@@ -52,6 +56,13 @@ def test_the_primary_difference_is_paired_by_problem(trainings: Trainings) -> No
 def test_the_rival_is_the_better_reward_of_the_turn_alone(trainings: Trainings) -> None:
     trainings.seeds["seed1"]["arms"]["single_turn"] = arm({"a": 0.7, "b": 0.8, "c": 0.8})
     assert evidence.values({"cost_0.10": trainings})["mr_minus_best_single_turn"] == pytest.approx(0.1 / 3)
+
+
+def test_regrets_are_of_the_trainings_that_have_both_arms(trainings: Trainings) -> None:
+    better = {**PREDICTED, "optimal": {key: 1.0 for key in PREDICTED["optimal"]}}
+    second = {"predicted": better, "arms": {"window_3": arm({"a": 0.1})}}
+    both = Trainings({**trainings.seeds, "seed2": second})
+    assert evidence.values({"cost_0.10": both}) == evidence.values({"cost_0.10": trainings})
 
 
 def test_arms_are_compared_in_the_trainings_that_have_both(trainings: Trainings) -> None:
@@ -72,15 +83,20 @@ def test_the_table_has_predictions_and_results_side_by_side(trainings: Trainings
     assert rows[5][1] == mean([[0.7], [0.8], [0.9]]).text() and rows[5][3].startswith("+0.100 [")
 
 
-def test_kept_arms_stay_and_an_equal_result_keeps_its_commit(tmp_path: Path) -> None:
+def test_arms_can_be_added_later_if_their_start_is_the_same(tmp_path: Path) -> None:
     file = tmp_path / "seed1.json"
-    evidence.update(file, {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.1})}})
-    before = json.loads(file.read_text())["arms"]["sft"]
-    assert len(before["commit"]) == 40 and set(before["versions"]) == set(evidence.PACKAGES)
-    file.write_text(file.read_text().replace(before["commit"], "earlier"))
-    evidence.update(file, {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.1}), "bonus": arm({"a": 0.2})}})
+    sft, bonus, window_1 = ({"sft": arm({"a": 0.1})}, {"bonus": arm({"a": 0.2})}, {"window_1": arm({"a": 0.3})})
+    evidence.update(file, {"predicted": PREDICTED, "arms": sft | bonus}, "earlier")
+    assert set(json.loads(file.read_text())["arms"]["sft"]["versions"]) == set(evidence.PACKAGES)
+    evidence.update(file, {"predicted": PREDICTED, "arms": sft | window_1}, "later")
     arms = json.loads(file.read_text())["arms"]
-    assert arms["sft"]["commit"] == "earlier" != arms["bonus"]["commit"]
-    evidence.update(file, {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.3})}})
-    arms = json.loads(file.read_text())["arms"]
-    assert arms["sft"]["commit"] != "earlier" and arms["bonus"]["utility"] == {"a": 0.2}
+    assert {name: arm["commit"] for name, arm in arms.items()} == {
+        "sft": "earlier", "bonus": "earlier", "window_1": "later",
+    }  # fmt: skip
+    other = {"sft": arm({"a": 0.4})}
+    with pytest.raises(SystemExit, match="bonus started from another sft than the new arms; train bonus too, or"):
+        evidence.update(file, {"predicted": PREDICTED, "arms": other | window_1}, "later")
+    with pytest.raises(SystemExit, match="window_1 starts from sft, which is not evaluated; give --arms sft,window_1"):
+        evidence.update(file, {"predicted": PREDICTED, "arms": window_1}, "later")
+    evidence.update(file, {"predicted": PREDICTED, "arms": other | bonus | window_1}, "later")
+    assert json.loads(file.read_text())["arms"]["sft"]["utility"] == {"a": 0.4}

@@ -2,12 +2,15 @@
 
 With `--runs runs/desk`, the folder of `megatron-collab reproduce desk`, every training there is first written to
 docs/evidence/TASK/seedK.json: what was predicted, the mean scores of its arms, the utility of every problem, what the
-training took, date, versions and the checkout's commit. From all files in docs/evidence, those of earlier runs too, the
-tables in docs/evidence.md and docs/figures/evidence.svg are made anew. --smoke changes nothing.
+training took, date, versions and the commit. Arms may be added later, even one by one: those that a file has stay in
+it, and are refused only if the arm that they start from now has other results. From all files in docs/evidence, those
+of earlier runs too, the tables in docs/evidence.md and README.md and docs/figures/evidence.svg are made anew. --smoke
+changes nothing.
 
 Values, at the cost that is worst for us: `mr_minus_best_single_turn`, the primary difference, which is the utility of
 GRPO-MR with window 3 less that of the better arm that is rewarded for the turn alone; `interval_low`, the lower end of
-its interval; `regret_over_myopic`, the ratio of their regrets. From the last lines of other benches, in docs/evidence/:
+its interval; `regret_over_myopic`, the ratio of their regrets, all over the trainings that have both arms. From the
+last lines of other benches, in docs/evidence/:
 `futures_saved`, `planted_hacks_caught`, `overfit_caught`. The last line is one JSON object.
 """
 
@@ -16,7 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,16 +29,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from megatron_collab.reproduce import study as studies
-from megatron_collab.reproduce.plan import StudyOptions, chains
+from megatron_collab.reproduce.plan import Chain, StudyOptions, chains
 from megatron_collab.reproduce.results import ArmResult, results_of, training_effort
 from megatron_collab.runtime import files
 from megatron_collab.statistics import Estimate, Tasks, difference_of_seeds, mean, mean_of_seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER, PAGE, PICTURE = (ROOT / "docs" / name for name in ("evidence", "evidence.md", "figures/evidence.svg"))
+README = ROOT / "README.md"
 STUDY = studies.read("desk")
 BEGIN, END = "<!-- tables: tools/bench/evidence.py -->", "<!-- end of the tables -->"
 MEASURE = "goals/desk_utility"  # the primary one
@@ -64,11 +70,15 @@ class Trainings:
 
     def utilities(self, *arms: str) -> list[list[Tasks]]:
         """For each of `arms`, the utility of each problem, by the trainings that have all of them."""
-        shared = [seed["arms"] for seed in self.seeds.values() if all(arm in seed["arms"] for arm in arms)]
+        shared = [seed["arms"] for seed in self.with_arms(*arms).seeds.values()]
         return [[{task: [score] for task, score in seed[arm]["utility"].items()} for seed in shared] for arm in arms]
 
     def utility(self, arm: str) -> Estimate:
         return mean_of_seeds(*self.utilities(arm))
+
+    def with_arms(self, *arms: str) -> Trainings:
+        """The trainings that have all of `arms`."""
+        return Trainings({name: seed for name, seed in self.seeds.items() if all(arm in seed["arms"] for arm in arms)})
 
     def gain(self, arm: str, over: str) -> Estimate:
         """The difference in utility, paired by training and problem."""
@@ -97,20 +107,20 @@ def read() -> dict[str, Trainings]:
     return {task: Trainings({file.stem: json.loads(file.read_text()) for file in kept[task]}) for task in kept}
 
 
-def keep(runs: Path) -> None:
-    """Write the results of the trainings in `runs`; arms that a file of docs/evidence has already stay in it."""
+def results(runs: Path) -> Iterator[tuple[Chain, dict[str, Any]]]:
+    """Predictions and arms of each training in `runs`, the folder of the study."""
     options = StudyOptions(runs, [*STUDY.tasks], [*STUDY.arms], STUDY.model, seeds=1, train_seeds=STUDY.train_seeds)
     for name, task in STUDY.tasks.items():
-        results = {arm: columns for arm in STUDY.arms if (columns := results_of(STUDY, options, name, arm))}
+        by_arm = {arm: columns for arm in STUDY.arms if (columns := results_of(STUDY, options, name, arm))}
         for chain in chains(STUDY, options, name):
             arms = {
                 arm: _arm(columns, chain.title) | asdict(training_effort(runs / chain.title / arm))
-                for arm, columns in results.items()
+                for arm, columns in by_arm.items()
                 if any(result and chain.title in result.scores for result in columns)
             }
             if arms:
                 predicted = json.loads((runs / chain.title / str(task.reference)).read_text())
-                update(FOLDER / f"{chain.title}.json", {"predicted": predicted, "arms": arms})
+                yield chain, {"predicted": predicted, "arms": arms}
 
 
 def _arm(columns: Sequence[ArmResult | None], training: str) -> dict[str, Any]:
@@ -121,16 +131,25 @@ def _arm(columns: Sequence[ArmResult | None], training: str) -> dict[str, Any]:
     return {"means": means, "utility": utility}
 
 
-def update(file: Path, content: dict[str, Any]) -> None:
-    """Write predictions and arms; arms that `file` has besides stay, and those with equal results keep their commit."""
+def update(file: Path, content: dict[str, Any], commit: str) -> None:
+    """Write predictions and arms; arms that `file` has besides stay, and those with equal results keep their commit.
+
+    Exits if one that would stay started from an arm whose results are others now: they would not be comparable.
+    """
     before = json.loads(file.read_text()) if file.is_file() else {"arms": {}}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for arm in content["arms"]:
+        if (start := STUDY.arms[arm].start) and start not in content["arms"]:
+            sys.exit(f"{file}: {arm} starts from {start}, which is not evaluated; give --arms {start},{arm}")
     origin = {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit.strip(),
+        "commit": commit,
         "versions": {package: version(package) for package in PACKAGES},
     }
     new = {arm: result | origin for arm, result in content["arms"].items() if _changed(before["arms"].get(arm), result)}
+    for arm in before["arms"].keys() - content["arms"].keys():
+        start = STUDY.arms[arm].start
+        if start in before["arms"] and start in new:
+            sys.exit(f"{file}: {arm} started from another {start} than the new arms; train {arm} too, or remove it")
     file.parent.mkdir(parents=True, exist_ok=True)
     files.replace(file, json.dumps(content | {"arms": before["arms"] | new}, indent=0) + "\n")
 
@@ -146,7 +165,8 @@ def tables(tasks: Mapping[str, Trainings]) -> Iterator[str]:
             continue
         optimal = trainings.predicted(OPTIMAL, MEASURE)
         yield from ("", f"### {STUDY.tasks[name].title}", "")
-        yield f"{len(trainings.seeds)} trainings; of 512 problems of each, half are incomplete."
+        number, problems = len(trainings.seeds), max(map(len, trainings.utilities(trainings.arms[0])[0]))
+        yield f"{number} training{'s' * (number > 1)}; of {problems} problems of each, half are incomplete."
         yield from ("", f"| | {' | '.join(HEADS)} |", "|---" * (len(HEADS) + 1) + "|")
         for policy in next(iter(trainings.seeds.values()))["predicted"]:
             reached = trainings.predicted(policy, MEASURE)
@@ -168,10 +188,27 @@ def _whole(value: float) -> str:
     return "" if isnan(value) else f"{value:,.0f}"
 
 
-def page(text: str, tasks: Mapping[str, Trainings]) -> str:
+def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
+    """The table of README.md, a column for each cost."""
+    shown = [trainings for trainings in tasks.values() if MULTITURN in trainings.arms]
+    titles = [STUDY.tasks[name].title for name, trainings in tasks.items() if trainings in shown]
+    rows = {
+        f"{OPTIMAL}, predicted": [f"{trainings.predicted(OPTIMAL, MEASURE):.3f}" for trainings in shown],
+        "best reward of the turn alone, predicted": [f"{t.predicted(BEST_BONUS, MEASURE):.3f}" for t in shown],
+        "SFT": [f"{trainings.utility('sft').value:.3f}" for trainings in shown],
+        "right, plus a tuned bonus for asking": [f"{trainings.utility(MYOPIC).value:.3f}" for trainings in shown],
+        "MR, 3 futures of 3 user turns": [f"{trainings.utility(MULTITURN).value:.3f}" for trainings in shown],
+        "MR over the bonus, with 95 % interval": [t.gain(MULTITURN, MYOPIC).text("{:+.3f}".format) for t in shown],
+        "training seeds": [f"{trainings.number(MULTITURN)}" for trainings in shown],
+    }
+    yield from ("", f"| | {' | '.join(titles)} |", "|---" * (len(shown) + 1) + "|")
+    yield from (f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items())
+
+
+def with_tables(text: str, lines: Iterable[str]) -> str:
     """The page with its tables made anew."""
     before, _, after = text.partition(BEGIN)
-    return "\n".join([before + BEGIN, *tables(tasks), "", END + after.partition(END)[2]])
+    return "\n".join([before + BEGIN, *lines, "", END + after.partition(END)[2]])
 
 
 def draw(tasks: Mapping[str, Trainings], picture: Path) -> None:
@@ -195,7 +232,8 @@ def draw(tasks: Mapping[str, Trainings], picture: Path) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper center", ncols=2)
     figure.tight_layout(rect=(0, 0, 1, 0.94))
     picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, metadata={"Date": None})
+    with rc_context({"svg.hashsalt": "evidence"}):  # the same results give the same file
+        figure.savefig(picture, metadata={"Date": None})
 
 
 def values(tasks: Mapping[str, Trainings]) -> dict[str, float]:
@@ -204,10 +242,11 @@ def values(tasks: Mapping[str, Trainings]) -> dict[str, float]:
     for trainings in tasks.values():
         rivals = [arm for arm in TURN_ALONE if arm in trainings.arms]
         if rivals and MULTITURN in trainings.arms:
-            rival = max(rivals, key=lambda arm: trainings.utility(arm).value)
+            rival = rivals[0] if len(rivals) > 1 and trainings.gain(*rivals).value > 0 else rivals[-1]
             gains.append(trainings.gain(MULTITURN, rival))
-            optimal = trainings.predicted(OPTIMAL, MEASURE)
-            regret, of_rival = (optimal - trainings.utility(arm).value for arm in (MULTITURN, rival))
+            shared = trainings.with_arms(MULTITURN, rival)
+            optimal = shared.predicted(OPTIMAL, MEASURE)
+            regret, of_rival = (optimal - shared.utility(arm).value for arm in (MULTITURN, rival))
             regrets.append(regret / of_rival)
     result = dict[str, float]()
     if gains:
@@ -226,13 +265,18 @@ def values(tasks: Mapping[str, Trainings]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, help="folder of the study, whose results are kept")
+    parser.add_argument("--commit", help="of the checkout that trained them [this one's]")
     parser.add_argument("--smoke", action="store_true", help="change nothing")
     arguments = parser.parse_args()
     if arguments.runs:
-        keep(arguments.runs)
+        head = ["git", "rev-parse", arguments.commit or "HEAD"]
+        commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        for chain, content in results(arguments.runs):
+            update(FOLDER / f"{chain.title}.json", content, commit)
     tasks = read()
     if not arguments.smoke:
-        files.replace(PAGE, page(PAGE.read_text(), tasks))
+        for file, lines in ((PAGE, tables(tasks)), (README, summary(tasks))):
+            files.replace(file, with_tables(file.read_text(), lines))
         draw(tasks, PICTURE)
     print(json.dumps({"name": "evidence", "values": values(tasks)}))
 

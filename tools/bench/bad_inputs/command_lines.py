@@ -128,6 +128,7 @@ NUMERIC: dict[str, Sequence[str]] = {
     "quickstart --seed": (*NUMBERS, "4294967296"),
     "reproduce --seeds": (*NUMBERS, "0"),
     "reproduce --train-seeds": (*NUMBERS, "0"),
+    "reproduce --first-seed": NUMBERS,
     "reproduce --jobs": (*NUMBERS, "0"),
     "reproduce --pilot": NUMBERS,
     "reproduce --budget": (*NUMBERS, "0", "inf"),
