@@ -250,7 +250,7 @@ class ChatRenderer:
         self.plain_mark = mark[0] if (mark := re.search(r"\S*[^\w\s]\S*", beside)) else None
 
     def _check_last_reply(self) -> None:
-        """Raises ValueError if `end_id` does not end the last reply of a conversation too: it then marks a next message.
+        """Raises ValueError if `end_id` does not end the last reply of a conversation too, and so marks a next message.
 
         Some templates write the token there only if they then open a reply.
         """
