@@ -15,6 +15,7 @@ import psutil
 
 from megatron_collab.runtime import files
 from tests.helpers import listening
+from tests.llm.endpoint import Endpoint
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=20", "optim.warmup_steps=10"]
 SFT += ["data.eval=${data.dir}/sft.jsonl", "train.eval_tasks=16", "train.eval_every=20", "train.keep_best=-eval/loss"]
@@ -106,6 +107,17 @@ def lines(file: Path) -> list[dict]:
     """The complete lines of a file that may be being written."""
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def evaluation_of(endpoint: Endpoint, folder: Path, *more: str) -> list[str]:
+    """Settings of a short evaluation in `folder` of a model behind an endpoint: with torchrun and Ray, no SGLang."""
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"prompt": "hi", "goal": "g", "user": "replay", "metadata": {"replay": ["go on"]}}
+    (folder / "tasks.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
+    prices = ["llm.prices={openai/m: [0, 0]}", "reward.weights={token_amount: -1}", "launch.device=cpu"]
+    workers = ["rollout.workers=1", "reward.workers=1"]
+    return [f'run.dir="{folder}/run"', f'data.eval="{folder}/tasks.jsonl"', *model, *prices, *workers, *more]
 
 
 def steps_done(run: Path) -> int:

@@ -44,7 +44,8 @@ class ChatRenderer:
     which are rendered as text.
 
     Raises ValueError, naming `setting`, if there is no tokenizer.json, or if the template changes or drops assistant
-    messages or ends them with anything but one special token, because nothing can be appended to these.
+    messages or ends them with anything but one special token, the same for all, because nothing can be appended to
+    these.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ChatRenderer:
         if not end or end[0] not in self.tokenizer.added_tokens_decoder:
             raise self._unfit_error("does not end an assistant message with a special token")
         self.end_id: int = end[0]
+        self._check_last_reply()
         marks = self.tokens(THOUGHT_END)
         single = len(marks) == 1 and marks[0] != self.tokenizer.unk_token_id
         self.thought_end: int | None = marks[0] if single else None
@@ -246,6 +248,21 @@ class ChatRenderer:
         self._trail = trail if self._control_tokens.match(after, len(trail)) else ""
         beside = self._control_tokens.sub(" ", after).replace(THOUGHT_BEGIN, "").replace(THOUGHT_END, "")
         self.plain_mark = mark[0] if (mark := re.search(r"\S*[^\w\s]\S*", beside)) else None
+
+    def _check_last_reply(self) -> None:
+        """Raises ValueError if `end_id` does not end the last reply of a conversation too, and so marks a next message.
+
+        Some templates write the token there only if they then open a reply.
+        """
+        question, reply = Message("user", "x"), Message("assistant", _MARKER)
+        whole = self._render([question, reply], add_generation_prompt=False)
+        opening = self._render([question]).removeprefix(self._render([question], add_generation_prompt=False))
+        opened = self._render([question, reply]).removesuffix(opening)
+        ends = [self.tokens(text.partition(_MARKER)[2].removeprefix(self._trail))[:1] for text in (whole, opened)]
+        if (self.end_id,) not in ends:
+            mark = self.tokenizer.decode([self.end_id])
+            fault = f"ends a reply with {mark!r} only if a message follows"
+            raise self._unfit_error(fault, "give one that ends every reply with the same token")
 
     def _reply(self, text: str) -> tuple[int, ...]:
         return (*self.tokens(self._lead + text + self._trail), self.end_id)

@@ -137,9 +137,12 @@ class SurveyedSources[Read]:
         self.fingerprints.append(key)
         file = self._folder / f"survey-{key}.json"
         with FileLock(self._folder / f".{file.name}.lock"):  # ranks started by hand call this concurrently
-            if not file.is_file():
+            stored = _stored_survey(file)
+            if stored is None:
                 files.replace(file, json.dumps(asdict(self._new_survey(examples, longest, requirements))))
-        return Survey(**json.loads(file.read_text()))
+                stored = _stored_survey(file)
+        assert stored
+        return stored
 
     def _new_survey(self, examples: Examples[Read], longest: int, requirements: TaskRequirements) -> Survey:
         if not self._renders:
@@ -265,6 +268,14 @@ def samples_of(renderer: ChatRenderer, example: Messages | Pair) -> tuple[Sample
     if isinstance(example, Pair):
         return tuple(render_sample(renderer, side, len(example.prompt)) for side in conversations(example))
     return (render_sample(renderer, example),)
+
+
+def _stored_survey(file: Path) -> Survey | None:
+    """The survey of an earlier process; None if there is none, or only a part of one, as after a power loss."""
+    try:
+        return Survey(**json.loads(file.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
 
 
 def render_sample(renderer: ChatRenderer, messages: Sequence[Message], start: int = 0) -> Sample:

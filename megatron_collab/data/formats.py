@@ -63,7 +63,7 @@ FORMATS: dict[str, Format] = {
         readers.collabllm_conversation,
         candidate=readers.candidate,
     ),
-    "recipe": Format(("prompt", "extra_info"), readers.recipe_task),
+    "recipe": Format(("prompt", "extra_info"), readers.recipe_task, unread=readers.unread_of_recipe),
     "humaneval": Format(
         ("prompt", "test", "entry_point"), code_readers.human_eval_task, code_readers.human_eval_conversation
     ),

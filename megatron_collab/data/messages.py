@@ -19,7 +19,11 @@ _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that servers give to the thought of a reply
 _TOOLS = ("tools", "tool_defs")  # columns of schemas: OpenAI's fine-tuning format, and that of verifiers' exports
-_KEYS = {"role", "from", "content", "value", "weight", "tool_calls", "tool_call_id"}
+# Keys that say whether a message is trained, as 0 and 1 or as false and true: of OpenAI, verl, slime, ms-swift (two),
+# tinker-cookbook and Axolotl (two).
+_TRAINED = ("weight", "loss_mask", "step_loss_mask", "loss", "loss_scale", "trainable", "train", "training")
+_TRAINED_PARTS = "train_detail"  # Axolotl's key for the characters of a message that are trained
+_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id"}
 _LIST = re.compile(r"\s*\[\s*\{")
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'")  # a list as Python prints it
 _AFTER = {  # the roles that may follow a role
@@ -60,7 +64,7 @@ def messages_of(value: Any, column: str) -> Messages:
     """The messages {role, content} or {from, value} of a row, without empty system messages. Raises ValueError.
 
     An assistant message may have `tool_calls`; a `reasoning_content`, which becomes a <think> before the content; and
-    `weight`, 0 if it is not trained.
+    `weight` or another of _TRAINED, 0 or false if it is not trained.
     """
     value = listed(value)
     if not value:
@@ -135,6 +139,8 @@ def unread_parts(row: Row, columns: Iterable[str]) -> Iterator[str]:
 
 def _is_unread(name: str, value: Any, role: str | None) -> bool:
     """Whether a message of `role` loses the value of a key."""
+    if name in _TRAINED:
+        return role != "assistant" and bool(value)
     is_thought = name in _THOUGHTS and role == "assistant" and isinstance(value, str)
     return not is_thought and value not in (None, "", [], {})
 
@@ -193,10 +199,18 @@ def _message(entry: Mapping[str, Any], column: str) -> Message:
     thought = next((text for key in _THOUGHTS if isinstance(text := entry.get(key), str) and text.strip()), None)
     if thought is not None and THOUGHT_END not in content:
         content = f"{THOUGHT_BEGIN}\n{thought.strip()}\n{THOUGHT_END}\n\n{content}"
-    weight = entry.get("weight")
-    if weight not in (None, 0, 1):
-        raise ValueError(f"{column} has a message of weight {weight!r}; give 0 or 1")
-    return Message(role, content, calls, weight != 0)
+    return Message(role, content, calls, _is_trained(entry, column))
+
+
+def _is_trained(entry: Mapping[str, Any], column: str) -> bool:
+    """Whether a reply is trained: unless a key of _TRAINED says 0 or false. Raises ValueError for other values."""
+    if entry.get(_TRAINED_PARTS):
+        fault = f"{column} has a message with {_TRAINED_PARTS}, and a message is trained as a whole or not at all"
+        raise ValueError(f"{fault}; give it train: false, or remove the key")
+    for key in _TRAINED:
+        if entry.get(key) not in (None, 0, 1):
+            raise ValueError(f"{column} has a message of {key} {entry[key]!r}; give 0 or 1")
+    return all(entry.get(key) != 0 for key in _TRAINED)
 
 
 def _tools(row: Row) -> Tools:

@@ -21,6 +21,9 @@ ANSWERS = ("answer", "solution", "label")  # columns with the answer to a prompt
 CRITERIA = ("rubric", "rubrics")  # columns with the criteria of the metric `rubric`
 # Columns of the recipe's rows that neither metrics nor users need.
 _BULKY = ("prompt", "completion", "sessions", "rewards", "single_turn_metadata", "single_turn_completion")
+_VERIFIED = ("ground_truth", "style")  # of reward_model: the answer, and how verl compares with it
+# Columns of verl's rows that are read, or that hold the same as another.
+_RECIPE = ("prompt", "raw_prompt", "extra_info", "reward_model", "data_source", "ground_truth", "index", "metadata")
 
 
 class Candidate(NamedTuple):
@@ -165,7 +168,7 @@ def recipe_task(row: Row, number: int) -> Task:
     """The user's goal is in extra_info.interaction_kwargs, the answer in reward_model.
 
     extra_info also holds the task description and the user's name. In verl that name is an interaction, so it is marked
-    with ? as a user that may not exist.
+    with ? as a user that may not exist. What else reward_model holds is metadata, as all of extra_info is.
     """
     extra = _object(row, "extra_info")
     interaction = _object(extra, "interaction_kwargs")
@@ -173,13 +176,21 @@ def recipe_task(row: Row, number: int) -> Task:
     goals = {**extra, **interaction, "request": messages[-1].content}
     columns = ("single_turn_prompt", "query", "question", "request")
     goal = next(text for column in columns if (text := text_of(goals, column, "")).strip())
-    truths = {**row, **_object(row, "reward_model")}
+    verified = _object(row, "reward_model")
+    truths = {**row, **verified}
     metadata = {**_object(extra, "single_turn_metadata"), **{k: v for k, v in extra.items() if k not in _BULKY}}
     shown = {"data_source": row.get("data_source"), "task_desc": interaction.get("task_desc")}
-    metadata |= {name: value for name, value in shown.items() if value not in (None, "")}
+    shown["reward_model"] = {name: value for name, value in verified.items() if name not in _VERIFIED}
+    metadata |= {name: value for name, value in shown.items() if value not in (None, "", {})}
     user = text_of(interaction, "name", "")
     answer = text_of(truths, "ground_truth", "")
     return Task(text_of(row, "index", str(number)), messages, goal, answer, f"{user}?" if user else "", metadata)
+
+
+def unread_of_recipe(row: Row) -> Iterator[str]:
+    """The columns with values that `recipe_task` does not read."""
+    read = (*_RECIPE, *CRITERIA)
+    yield from (f"column {name}" for name, value in row.items() if name not in read and value not in (None, "", [], {}))
 
 
 def last_request(row: Row, messages: Messages, number: int) -> Task:

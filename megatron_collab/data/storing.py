@@ -44,20 +44,31 @@ def stored_rows(file: str, where: str, cache: Path) -> StoredRows:
 
     Raises ValueError, which begins with `where`, if the file cannot be read.
     """
-    import pyarrow as pa
-
     stat = Path(file).stat()
     identity = [str(Path(file).absolute()), stat.st_size, stat.st_mtime_ns, _FORMAT]
     digest = hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
     arrow, about = cache / f"rows-{digest}.arrow", cache / f"rows-{digest}.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".rows-{digest}.lock"):
-        if not about.is_file():
+        stored = _stored(file, arrow, about, digest)
+        if stored is None:
             with screen.phase(f"reading {Path(file).name}"):
                 columns = _write(Path(file), where, arrow)
             files.replace(about, json.dumps({"file": file, "columns": columns}))
-    table = pa.ipc.open_file(pa.memory_map(str(arrow))).read_all()
-    names = tuple(json.loads(about.read_text())["columns"])
+            stored = _stored(file, arrow, about, digest)
+    assert stored
+    return stored
+
+
+def _stored(file: str, arrow: Path, about: Path, digest: str) -> StoredRows | None:
+    """The rows in `arrow` and `about`; None if one is missing, or only a part of it is there, as after a power loss."""
+    import pyarrow as pa
+
+    try:
+        table = pa.ipc.open_file(pa.memory_map(str(arrow))).read_all()
+        names = tuple(json.loads(about.read_text())["columns"])
+    except (FileNotFoundError, ValueError):  # also of Arrow
+        return None
     return StoredRows(file, table["row"], table["number"], names, digest)
 
 

@@ -101,7 +101,7 @@ def check_nodes(config: PlayConfig, module: str, ranks: int = 1, plays: bool = T
         f"{ranks} … -m {module} on each node, or set launch.nodes=1",
     )
     require(
-        nodes == 1 or not plays or "RAY_ADDRESS" in os.environ,
+        nodes == 1 or not plays or os.environ.get("RAY_ADDRESS", "local") != "local",
         f"launch.nodes={nodes}: RAY_ADDRESS is not set, so Ray would run on one node only; start Ray on every node in "
         "this folder, and set RAY_ADDRESS to HOST:PORT of its head, or set launch.nodes=1",
     )

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -28,7 +29,8 @@ STARTS = 3  # consecutive failures to start Ray that end the run
 _START_LIMITS = ("RAY_gcs_server_port_wait_time_s", "RAY_raylet_start_wait_time_s")
 _START_SECONDS = 60  # instead of Ray's 30, which a busy machine exceeds
 _AGENTS, _AGENTS_START = 2, 30.0  # dashboard and runtime environments; timeout in seconds
-_CLUSTER_SECONDS = 30.0  # time for the cluster at RAY_ADDRESS to answer
+_CLUSTER_SECONDS = 30.0  # time for anything to listen at RAY_ADDRESS
+_HEALTH_SECONDS = 60.0  # time for Ray to answer there, with the start of Ray's command on a busy machine
 _CLUSTER = ("gcs_server", "raylet")  # processes that a cluster of this machine cannot lose
 _REQUESTS = 100_000  # concurrent ones per actor; more would wait in a hidden queue
 _cluster: dict[psutil.Process, str] = {}  # those of the cluster that this process has started, with their names
@@ -45,7 +47,7 @@ def ray_session(processes: int, nodes: int = 1, start_timeout: float = 0.0) -> I
     os.environ |= network.without_proxy()  # Ray's own processes and its workers inherit it
     quiet = {"log_to_driver": False, "logging_level": "error"}
     with ExitStack() as stack:
-        if "RAY_ADDRESS" in os.environ:
+        if os.environ.get("RAY_ADDRESS", "local") != "local":
             stack.callback(ray.shutdown)
             _join(**quiet)
             _await_nodes(nodes, start_timeout)
@@ -104,6 +106,8 @@ def _join(**options: Any) -> None:
         place = urlsplit(address if "://" in address else f"//{address}")
         if place.port and not wait_for(lambda: _answers(place.hostname, place.port), _CLUSTER_SECONDS):
             raise TimeoutError(f"nothing answers there within {_CLUSTER_SECONDS:g} s")
+        if place.scheme != "ray":  # Ray's client limits its attempts
+            _check_health(address)
         ray.init(**options)
     except Preempted:
         raise
@@ -112,6 +116,25 @@ def _join(**options: Any) -> None:
         raise RunStopped(
             f"RAY_ADDRESS={address}: {reason}; start Ray, or unset it for a cluster of this run"
         ) from error
+
+
+def _check_health(address: str) -> None:
+    """Raises RuntimeError unless the store of a Ray cluster answers at `address`, a place or "auto".
+
+    Ray's own command asks it: in this process, a port of another program would hold ray.init for minutes. No option
+    limits its attempts, and each of them writes to the console.
+    """
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as check:
+        try:
+            ended = wait_for(lambda: check.poll() is not None, _HEALTH_SECONDS)
+        finally:
+            check.kill()
+        lines = check.communicate()[1].splitlines()
+    if check.returncode:
+        raise RuntimeError(
+            lines[-1] if ended and lines else f"what listens there does not answer in {_HEALTH_SECONDS:g} s"
+        )
 
 
 def _answers(host: str | None, port: int | None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import glob
-import json
 import os
 import shutil
 import signal
@@ -34,7 +33,7 @@ from megatron_collab.observability.writers import wandb, writer_kinds
 from megatron_collab.reward.multiturn import _custom_reward
 from megatron_collab.reward.workers import Job, RewardWorker
 from megatron_collab.rollout.users import UserError, reporting_errors
-from megatron_collab.runtime import files, process, rank0, ray_cluster, signals
+from megatron_collab.runtime import files, process, rank0, signals
 from megatron_collab.runtime.process import EXIT_BAD_INPUT, EXIT_HUNG, EXIT_STOPPED, RunStopped
 from megatron_collab.settings import ConfigError
 from megatron_collab.settings.extension import resolve
@@ -42,7 +41,7 @@ from megatron_collab.trainer.megatron import parallel
 from megatron_collab.types import Missing, Task
 from tests.helpers import free_port, policy_servers
 from tests.llm.endpoint import Endpoint, hangs, in_thread, says
-from tests.program import Program
+from tests.program import Program, evaluation_of
 
 
 class Started(Exception):
@@ -184,26 +183,6 @@ def test_another_number_of_ranks_than_in_the_settings_is_refused_once(
 
 
 # Services that are gone
-
-
-def test_a_ray_cluster_that_is_gone_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "_CLUSTER_SECONDS", 0.1)
-    address = f"127.0.0.1:{free_port()}"
-    monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(RunStopped, match=f"RAY_ADDRESS={address}: no Ray cluster there .*; start Ray, or unset it"):
-        ray_cluster._join()
-
-
-def test_a_ray_that_exits_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so if a cluster answers no more."""
-
-    def init() -> None:
-        raise SystemExit(15)
-
-    monkeypatch.setattr(ray_cluster.ray, "init", init)
-    monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(RunStopped, match="RAY_ADDRESS=auto: no Ray cluster there"):
-        ray_cluster._join()
 
 
 class Refuses(BaseHTTPRequestHandler):
@@ -451,17 +430,6 @@ def test_a_cancellation_from_outside_goes_on() -> None:
 NO_HOST = ("unshare", "--uts", "sh", "-c", 'hostname no-such-host.invalid; exec "$@"', "sh")
 ONLY_IPV6 = ("unshare", "--net", "sh", "-c", 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo; exec "$@"', "sh")
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs root, for namespaces of its own")
-
-
-def evaluation_of(endpoint: Endpoint, folder: Path, *more: str) -> list[str]:
-    """Settings of a short evaluation in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    row = {"prompt": "hi", "goal": "g", "user": "replay", "metadata": {"replay": ["go on"]}}
-    (folder / "tasks.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
-    model = ["assistant.model=openai/m", f"assistant.api_base=http://127.0.0.1:{endpoint.port}/v1"]
-    prices = ["llm.prices={openai/m: [0, 0]}", "reward.weights={token_amount: -1}", "launch.device=cpu"]
-    workers = ["rollout.workers=1", "reward.workers=1"]
-    return [f'run.dir="{folder}/run"', f'data.eval="{folder}/tasks.jsonl"', *model, *prices, *workers, *more]
 
 
 @pytest.fixture

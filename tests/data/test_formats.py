@@ -113,6 +113,29 @@ def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal:
 
 
 @pytest.mark.parametrize(
+    ("columns", "metadata", "unread"),
+    [
+        ({}, {}, ""),
+        ({"reward_model": {"ground_truth": "4", "style": "rule"}}, {}, ""),
+        ({"reward_model": {"ground_truth": "4", "characters": ["Ann"], "note": None}}, {"characters": ["Ann"]}, ""),
+        ({"reward_model": '{"ground_truth": "4", "tests": {"n": 1}}'}, {"tests": {"n": 1}}, ""),
+        ({"ability": "math", "images": []}, {}, "not read: column ability (1)"),
+        ({"tools_kwargs": {"f": 1}, "raw_prompt_ids": [1]}, {}, "column raw_prompt_ids (1), column tools_kwargs (1)"),
+    ],
+)
+def test_no_part_of_a_row_of_verl_is_dropped_silently(
+    tmp_path: Path, columns: dict[str, Any], metadata: dict[str, Any], unread: str
+) -> None:
+    """What reward_model holds besides the answer is metadata; other columns are named."""
+    row = {"prompt": [USER], "extra_info": {"index": 1}, "data_source": "d", **columns}
+    tasks = loaded(tmp_path, load_tasks, row)
+    expected = {"index": 1, "data_source": "d"} | ({"reward_model": metadata} if metadata else {})
+    assert tasks.format == "recipe" and tasks[0].metadata == expected
+    report = survey(tasks, 9, lambda task: 0, lambda task: 0).unread
+    assert unread in report and bool(report) == bool(unread)
+
+
+@pytest.mark.parametrize(
     ("columns", "answer", "unread"),
     [
         ({"label": True}, "", "not read: column label (1)"),

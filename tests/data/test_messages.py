@@ -228,10 +228,35 @@ def test_a_message_of_weight_0_is_shown_and_not_trained(
         assert text == "".join(f"{reply}<|im_end|>" for reply in trained)
 
 
+# As OpenAI, verl, slime, ms-swift, tinker-cookbook and Axolotl publish them.
+MASKS = ["weight", "loss_mask", "step_loss_mask", "loss", "loss_scale", "trainable", "train", "training"]
+
+
+@pytest.mark.parametrize("key", MASKS)
+def test_a_message_that_its_row_excludes_is_not_trained(key: str) -> None:
+    """Whatever the key of its format; beside others, one that excludes it is enough. A user's is trained by no key."""
+    request = user("hi") | {key: 0}
+    for value, unread in ((0, []), (1, [f"key {key}"])):
+        assert [*unread_parts({"messages": [user("hi") | {key: value}]}, ["messages"])] == unread
+    for yes, no in ((1, 0), (True, False), (1.0, 0.0), (None, 0)):
+        rows = [request, assistant("BAD", **{key: no}), user("no"), assistant("GOOD", **{key: yes})]
+        assert [message.trained for message in messages_conversation({"messages": rows})[1::2]] == [False, True]
+        rows[1] |= dict.fromkeys(MASKS, 1) | {key: no}
+        assert not messages_conversation({"messages": rows})[1].trained
+
+
+@pytest.mark.parametrize("key", MASKS)
 @pytest.mark.parametrize("weight", [0.5, 2, -1, "1", [], float("nan")])
-def test_any_other_weight_is_refused(weight: object) -> None:
-    with pytest.raises(ValueError, match=r"messages has a message of weight .*; give 0 or 1"):
-        messages_conversation({"messages": [user("hi"), assistant("ho", weight=weight)]})
+def test_any_other_weight_is_refused(key: str, weight: object) -> None:
+    with pytest.raises(ValueError, match=rf"messages has a message of {key} .*; give 0 or 1"):
+        messages_conversation({"messages": [user("hi"), assistant("ho", **{key: weight})]})
+
+
+def test_a_message_of_which_parts_are_trained_is_refused() -> None:
+    parts = [{"begin_offset": 0, "end_offset": 1, "train": False}]
+    with pytest.raises(ValueError, match="has a message with train_detail, and a message is trained as a whole or not"):
+        messages_conversation({"messages": [user("hi"), assistant("ho", train_detail=parts)]})
+    assert messages_conversation({"messages": [user("hi"), assistant("ho", train_detail=[])]})[1].trained
 
 
 def test_a_conversation_without_a_trained_message_is_left_out() -> None:
@@ -272,8 +297,7 @@ def test_other_tools_are_refused(tools: object) -> None:
     [
         ({"name": "Ann"}, {"key name"}),
         ({"audio": {"id": "x"}, "refusal": None}, {"key audio"}),
-        ({"train": False}, {"key train"}),
-        ({"loss": 0}, {"key loss"}),
+        ({"masks": 0}, {"key masks"}),
         ({"function_call": {"name": "f"}, "annotations": []}, {"key function_call"}),
         ({"thinking": True}, {"key thinking"}),
         ({"weight": 1, "tool_calls": [], "reasoning_content": "hm", "refusal": ""}, set()),

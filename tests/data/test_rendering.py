@@ -352,6 +352,39 @@ def test_a_template_that_drops_or_changes_replies_is_refused(folder: Path, part:
         chat_of(folder, "legacy", CHATML.replace(part, changed)).check_shown([Message("user", "hi")])
 
 
+# A message is closed by the mark of the next one, as GLM's; by the same mark for all roles; or the last one otherwise,
+# as gpt-oss's. Qwen1.5's ends a last reply only if it is asked for the opening of the next.
+GLM = (
+    "{% for m in messages %}{{ '<|' + {'user': 'start_header_id', 'assistant': 'end_header_id'}[m['role']] + '|>\n' }}"
+    "{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ '<|end_header_id|>\n' }}{% endif %}"
+)
+ONE_MARK = CHATML.replace("<|im_end|>", "")
+RETURN = CHATML.replace("'<|im_end|>'", "('<|eot_id|>' if loop.last else '<|im_end|>')")
+QWEN15 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% if (loop.last and add_generation_prompt) or not loop.last %}{{ '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "mark"),
+    [(GLM, "<|start_header_id|>"), (ONE_MARK, "<|im_start|>"), (RETURN, "<|im_end|>"), (QWEN15, "")],
+    ids=["next role", "one mark", "another last", "Qwen1.5"],
+)
+def test_every_reply_ends_with_the_same_token(folder: Path, template: str, mark: str) -> None:
+    """Else a reply would be trained with the mark of a message that does not follow it."""
+    if mark:
+        with pytest.raises(ValueError, match=f"ends a reply with '{re.escape(mark)}' only if a message follows; give "):
+            chat_of(folder, "bytes", template)
+    else:
+        chat = chat_of(folder, "bytes", template)
+        messages = conversation(["a", "b", "c", "d"])
+        sample = render_sample(chat, messages)
+        assert chat.tokenizer.decode(sample.token_ids[sample.loss_mask == 1]) == "b<|im_end|>d<|im_end|>"
+        assert played(chat, [*messages, Message("user", "x")]) == whole(chat, [*messages, Message("user", "x")], True)
+
+
 @pytest.mark.parametrize("stage", ["sft", "rl", "opened", "dpo"])
 @pytest.mark.parametrize("template", [NOSYS, GEMMA], ids=["drops", "refuses"])
 def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, template: str, stage: str) -> None:
