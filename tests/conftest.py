@@ -125,7 +125,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Long files run first, so that no worker starts the longest one last; of the selected tests one --part runs.
+    """Long files run first if there are workers, so that none starts the longest one last; one --part of all runs.
 
     Tests of a file that share its fixtures are in the same part: a fixture of a module may start servers for them all.
     """
@@ -133,7 +133,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "dataset" in getattr(item, "fixturenames", ()):
             item.add_marker("dataset")
     yield
-    items.sort(key=lambda item: {"e2e", "tools", "test_signals.py"}.isdisjoint(item.path.parts))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: {"e2e", "tools", "test_signals.py"}.isdisjoint(item.path.parts))
     number, parts = map(int, config.getoption("--part").split("/"))
     chosen = part(items, number, parts)
     kept = set(chosen)

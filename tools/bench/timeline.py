@@ -43,7 +43,7 @@ from typing import Any
 import torch.distributed as dist
 from simulated.clock import VirtualLoop, VirtualRay
 from simulated.players import LanguageModel, Ledger, Policy, Renderer, Traffic
-from simulated.server import Client, Roofline, Server
+from simulated.server import Client, Replies, Roofline, Server
 
 from megatron_collab import patches
 
@@ -55,7 +55,7 @@ from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.data.datasets import task_row, write_jsonl  # noqa: E402
 from megatron_collab.environments import tiny_model  # noqa: E402
 from megatron_collab.inference.router import Router  # noqa: E402
-from megatron_collab.inference.spec import ServerSpec  # noqa: E402
+from megatron_collab.inference.spec import ServerSpec, ServingSpec  # noqa: E402
 from megatron_collab.launch import server_specs  # noqa: E402
 from megatron_collab.launch.data_specs import data_spec  # noqa: E402
 from megatron_collab.launch.play_specs import play_spec  # noqa: E402
@@ -146,7 +146,7 @@ class Step:
 class SimulatedRouter(Router):
     """A Router of simulated servers."""
 
-    def __init__(self, servers: Sequence[Server], spec: Any, policy: Policy) -> None:
+    def __init__(self, servers: Sequence[Server], spec: Any, policy: Replies) -> None:
         super().__init__([("simulated", "")] * len(servers), spec)
         self.clients = [Client(server, spec, policy) for server in servers]
 
@@ -186,15 +186,20 @@ class JudgedByModel(RewardWorker):
 
 
 class Simulation:
-    """A run of `config` under simulated time, in `folder`."""
+    """A run of `config` under simulated time. `policy` draws its turns, `renderer` makes its prompts."""
 
-    def __init__(self, config: Config, shape: ModelShape, steps: int, folder: Path, traffic: Traffic) -> None:
-        serving = server_specs.training(config)
+    def __init__(
+        self,
+        config: Config,
+        serving: ServingSpec,
+        roofline: Roofline,
+        policy: Replies,
+        renderer: Any,
+        traffic: Traffic,
+        ledger: Ledger,
+    ) -> None:
         self.config, self.spec, self.traffic = config, serving.policy, traffic
-        self.trainer = trainer(config, shape, self.spec)
-        self.roofline = roofline(self.spec, shape, parameters(shape))
-        self.ledger = Ledger()
-        localize(config, steps, folder)
+        self.roofline, self.policy, self.renderer, self.ledger = roofline, policy, renderer, ledger
         self.loop = VirtualLoop()
         asyncio.set_event_loop(self.loop)
         self.ray = VirtualRay(self.loop)
@@ -214,13 +219,11 @@ class Simulation:
             self.ray.actor(JudgedByModel(self._model(limiter), play.reward, config.llm, play.run_dir))
             for _ in range(play.reward.workers)
         ]
-        policy = Policy(self.traffic, self.ledger, self.roofline)
         players = []
         for _ in range(play.rollout.workers):
-            router = SimulatedRouter(self.servers, client, policy)
+            router = SimulatedRouter(self.servers, client, self.policy)
             users = Users(play.users, self._model(limiter))
-            renderer: Any = Renderer(self.traffic)
-            player = FuturesPlayer(router, renderer, users, RewardClient(rewards, play.reward), play)
+            player = FuturesPlayer(router, self.renderer, users, RewardClient(rewards, play.reward), play)
             players.append(self.ray.actor(ConversationWorker(player, router)))
         pool = SimpleNamespace(lost_all=lambda: False, recover=lambda: None, pause=lambda: self._pause(release=True))
         servers: Any = SimpleNamespace(
@@ -242,36 +245,39 @@ class Simulation:
     def _model(self, limiter: Any) -> LanguageModel:
         return LanguageModel(limiter, self.traffic, self.ledger)
 
-    def step(self, number: int) -> Step:
+    def sample(self, number: int) -> tuple[Batch, float]:
+        """The batch of a step from weights of this version, and the seconds until it is complete."""
+        for server in self.servers:
+            server.resume(number)
+        began = self.loop.time()
+        return self.rollouts.collect(number), self.loop.time() - began
+
+    def step(self, number: int, trainer: Trainer) -> Step:
         """A step as train.py makes it."""
         began, busy, tokens = self.loop.time(), self._busy(), [server.tokens for server in self.servers]
         work = self._work()
-        self._pass(self.trainer.move)
+        self._pass(trainer.move)
         self._pause()
-        self._pass(self.trainer.publish)
-        for server in self.servers:
-            server.resume(number)
-        publish = self.loop.time()
-        batch = self.rollouts.collect(number)
-        sampling = self.loop.time() - publish
-        self._pass(self.trainer.move)
+        self._pass(trainer.publish)
+        batch, sampling = self.sample(number)
+        self._pass(trainer.move)
         size = trained_tokens(batch)
-        score, update = self.trainer.learning(size)
+        score, update = trainer.learning(size)
         self._pass(score + update)
         self.rollouts.learned({"step": float(number)})
-        phases = 2 * self.trainer.move + self.trainer.publish + score + update
+        phases = 2 * trainer.move + trainer.publish + score + update
         sampled = [server.tokens - before for server, before in zip(self.servers, tokens, strict=True)]
         done = (self._work() - work) / len(self.servers)
         return Step(
             sampling=sampling,
             score=score,
             update=update,
-            publish=self.trainer.publish,
-            move=2 * self.trainer.move,
+            publish=trainer.publish,
+            move=2 * trainer.move,
             seconds=self.loop.time() - began,
             sampled=(self._busy() - busy) * self.spec.placement.tp,
             chain=(phases + self.ledger.longest(f"train-{number}-")) / (1 + self.config.rollout.max_staleness),
-            work=phases + done if self.spec.placement.colocated else max(phases, done + self.trainer.publish),
+            work=phases + done if self.spec.placement.colocated else max(phases, done + trainer.publish),
             busiest=max(sampled) / mean(sampled),
         )
 
@@ -361,14 +367,19 @@ def simulate(settings: Sequence[str], steps: int, traffic: Traffic) -> dict[str,
     """The values of a case."""
     began = time.process_time()
     config, shape = read_run([*settings])
+    serving, ledger = server_specs.training(config), Ledger()
+    phases = trainer(config, shape, serving.policy)
+    costs = roofline(serving.policy, shape, parameters(shape))
     with TemporaryDirectory() as folder:
-        simulation = Simulation(config, shape, steps, Path(folder), traffic)
+        localize(config, steps, Path(folder))
+        policy, renderer = Policy(traffic, ledger, costs), Renderer(traffic)
+        simulation = Simulation(config, serving, costs, policy, renderer, traffic, ledger)
         ahead = config.rollout.max_staleness
         first = ahead + 1 if ahead else 0  # the pipeline fills
-        measured = [simulation.step(number) for number in range(first + steps)][first:]
+        measured = [simulation.step(number, phases) for number in range(first + steps)][first:]
         simulation.close()
     seconds = sum(step.seconds for step in measured)
-    total, trainers = seconds * simulation.gpus, simulation.trainer.gpus
+    total, trainers = seconds * simulation.gpus, phases.gpus
     shares = {
         "sample": sum(step.sampled for step in measured) / total,
         "score": sum(step.score for step in measured) * trainers / total,

@@ -2,7 +2,8 @@
 # run.sh [--dry] STAGE…: runs tests on a machine with a GPU that has torch, triton and transformers, and no network.
 #
 # It lies beside the bundles of tools/gpu/bundle.py, which it unpacks; nothing is installed. Stages, each of which ends after
-# its minutes at the latest: facts (1), kernels (4), memory (3), engine (8; needs the bundle engine).
+# its minutes at the latest: facts (1), kernels (4), memory (3), engine (8; needs the bundle engine), server (30; PYTHON
+# must have SGLang and TransformerEngine: an environment of make setup GPU=1).
 # What was found out is in RESULTS (results/ beside this file), after every test: STAGE.md, and the console in STAGE.log.
 # --dry rehearses them without a GPU: all tests are collected, and those that run on a CPU are run.
 # PYTHON is the Python to use (python3). The exit code is 1 if a test failed, all were skipped, or a stage
@@ -97,12 +98,12 @@ if [ "${1:-}" = --dry ]; then
     dry=1
     shift
 fi
-(($#)) || fail "which stages? run.sh [--dry] facts kernels memory engine"
+(($#)) || fail "which stages? run.sh [--dry] facts kernels memory engine server"
 for name in "$@"; do
     case $name in
-        facts | kernels | memory) ;;
+        facts | kernels | memory | server) ;;
         engine) ((dry)) || bundles+=(engine) ;;
-        *) fail "there is no stage $name: facts, kernels, memory or engine" ;;
+        *) fail "there is no stage $name: facts, kernels, memory, engine or server" ;;
     esac
 done
 python=$(command -v "$PYTHON") || fail "there is no $PYTHON; set PYTHON"
@@ -147,6 +148,11 @@ for stage in "$@"; do
             tests 5 "gpu and engine and not server" \
                 tests/trainer/test_precision.py tests/checkpoint/test_resumed_layers.py tests/planning/test_memory.py
             ((dry)) || nothing_ran || within 3 "$PYTHON" tools/bench/gpu.py bfloat16 bfloat16_1b fp8
+            ;;
+        server) # first what every step of a run depends on
+            REHEARSED=()
+            tests 30 "gpu and server" tests/weight_sync/test_families.py tests/inference/test_routing.py \
+                tests/e2e/test_gpu.py tests/e2e/test_served.py
             ;;
     esac
 done

@@ -97,6 +97,9 @@ class Policy:
         self.ledger.turn(prompt, length, self.roofline)
         return REPLIES + seed, length
 
+    def text(self, name: int) -> str:
+        return f"reply {name}"
+
 
 class Renderer:
     """Token ids of prompts, by the lengths of `traffic`."""

@@ -33,8 +33,8 @@ class Roofline:
     """Seconds of a server's passes, all its devices together.
 
     `weights`: bytes that a decoding step reads; `token_bytes`: of a token's KV; `bandwidth`: bytes a second;
-    `token_flops`: operations of a token; `flops`: operations a second of a prefill; `step`, `prefill`, `request`:
-    seconds of overhead of a decoding step, of a prefill, and of each request in either.
+    `token_flops`: operations of a token; `flops`: operations a second of a prefill; `step`, `prefill`: seconds of
+    overhead of a decoding step, of a prefill; `request`, `begin`: the same of each request in it.
     """
 
     weights: float
@@ -45,6 +45,7 @@ class Roofline:
     step: float
     prefill: float
     request: float = 0.0
+    begin: float = 0.0
 
     def decode(self, requests: int, context: float) -> float:
         """Seconds of a step of `requests` that have `context` tokens together."""
@@ -54,7 +55,7 @@ class Roofline:
     def prefilled(self, tokens: int, requests: int = 1) -> float:
         return (
             self.prefill
-            + requests * self.request
+            + requests * self.begin
             + max(self.weights / self.bandwidth, tokens * self.token_flops / self.flops)
         )
 
@@ -291,7 +292,7 @@ class Client(SGLangClient):
         kept = segments.pop()[1] if segments[-1][0] == name else 0
         request = Request(segments, name, length, kept)
         self.server.submit(request)
-        answer = await read(_Response(request, finish))
+        answer = await read(_Response(request, self.replies.text(name), finish))
         if request.aborted:
             self._aborted[seed] = name, length, finish
         return answer
@@ -301,12 +302,14 @@ class Replies(Protocol):
     def draw(self, seed: int, prompt: Sequence[tuple[int, int]], most: int) -> tuple[int, int]:
         """Name and length, of at most `most` tokens, of the reply to the segments `prompt`."""
 
+    def text(self, name: int) -> str: ...
+
 
 class _Response:
     """SGLang's stream of a turn: an event for its first token, one for the whole."""
 
-    def __init__(self, request: Request, finish: str) -> None:
-        self.request, self.finish, self.content = request, finish, self
+    def __init__(self, request: Request, text: str, finish: str) -> None:
+        self.request, self.text, self.finish, self.content = request, text, finish, self
 
     async def iter_any(self) -> AsyncIterator[bytes]:
         request = self.request
@@ -328,5 +331,5 @@ class _Response:
             "output_token_logprobs": [[-1.0, token, None] for token in tokens],
             "weight_versions": spans,
         }
-        answer = {"text": f"reply {request.reply}", "output_ids": tokens, "meta_info": meta}
+        answer = {"text": self.text, "output_ids": tokens, "meta_info": meta}
         yield f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode()
