@@ -19,13 +19,13 @@ _DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas"
 
 
 class GpuShare(NamedTuple):
-    """The part of this node's GPUs, number `part` of equal `parts`, that a process has: several serve a run each."""
+    """A process's share of this node's GPUs, `part` of `parts` equal ones: several processes serve a run each."""
 
     part: int = 0
     parts: int = 1
 
     def servers(self, models: int, needed: int, gpus: int | None) -> tuple[int, int]:
-        """On how many places servers of `models` run, and the first of the node's `gpus`, which is None on CPUs.
+        """How many places servers of `models` get, and the first GPU for them; `gpus`: of the node, None on CPUs.
 
         Each model has its own place if that leaves enough GPUs for all servers, also those of users, judges and reward
         models; then they use `needed` GPUs. Otherwise the models share a place, and all processes the first GPUs.
