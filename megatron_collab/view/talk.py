@@ -144,7 +144,7 @@ class TalkSession:
         return bool(self.state["ended"])
 
     def act(self, action: str, values: Mapping[str, Any]) -> None:
-        """Have the speakers do an action. Raises ConfigError if it is out of bounds, or if another action is running."""
+        """Have the speakers act. Raises ConfigError if it is out of bounds, or if another action is running."""
         text, futures = values.get("text", "-"), values.get("count", 1)
         require(0 < len(text) <= LONGEST_MESSAGE, f"text: give 1 to {LONGEST_MESSAGE} characters")
         require(0 < futures <= MOST_FUTURES, f"count: give 1 to {MOST_FUTURES}")
