@@ -26,7 +26,8 @@ NAMES = ["a [b] * c", "hash#percent%41", "quote'd", "Übung ä", "x" * 120]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world") / "world"
-    prepare.environments.prepare(compose(["experiment=booking_sft", f"data.dir={folder}", "run.dir=unused"]))
+    config = compose(["experiment=booking_sft", f"data.dir={folder}", "run.dir=unused"])
+    prepare.environments.prepare(config.data, config.run.seed)
     return folder
 
 
