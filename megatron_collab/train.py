@@ -43,7 +43,7 @@ def train_rl(config: Config, play: PlaySpec, data: DataSpec, serving: ServingSpe
     from megatron_collab.weight_sync.sync import WeightSync
 
     with Session(config) as session:
-        servers = session.enter(Servers(play, serving))  # colocated ones have released the GPUs afterwards
+        servers = session.enter(Servers(play, serving))  # then colocated ones have released the GPUs
         spec = trainer_spec(config)
         session.enter(init_parallel(config.launch, spec.network))
         trainer = PolicyTrainer(spec)  # policy, reference, critic

@@ -18,26 +18,3 @@ from megatron_collab.config.programs import (
     PlayConfig,
     UsersFromLogsConfig,
 )
-
-__all__ = [
-    "COMMAND_LINE",
-    "CONF",
-    "AllOptions",
-    "BuildDatasetConfig",
-    "CallConfig",
-    "Config",
-    "EvaluateConfig",
-    "PlayConfig",
-    "UsersFromLogsConfig",
-    "changes",
-    "compose",
-    "compose_program",
-    "groups",
-    "layers",
-    "read_settings",
-    "recorded",
-    "recorded_value",
-    "recorded_values",
-    "run_record",
-    "settings",
-]

@@ -19,7 +19,7 @@ from megatron_collab.models.hf_config import ModelShape
 from megatron_collab.models.parallel_layout import TrainerLayout
 from megatron_collab.planning.memory import GIB, peak, plan_memory, server_parts, trainer_parts
 from megatron_collab.planning.step_time import StepTime, step_time
-from megatron_collab.settings import ConfigError
+from megatron_collab.settings import ConfigError, replaced
 
 # Doubling them halves the bubble and doubles the number of messages.
 _VIRTUAL = (1, 2, 4)
@@ -114,8 +114,7 @@ def _candidates(config: Config, shape: ModelShape) -> Iterator[Config]:
         except ConfigError:
             continue
         for recompute, size in product(_RECOMPUTE, sorted({*_TOKENS, tokens})):
-            train = replace(config.train, tokens_per_micro_batch=size)
-            yield replace(layout, parallel=replace(parallel, recompute=recompute), train=train)
+            yield replaced(layout, {"parallel.recompute": recompute, "train.tokens_per_micro_batch": size})
 
 
 def _divisors(number: int) -> list[int]:
@@ -139,8 +138,7 @@ def _peak(config: Config, shape: ModelShape, gpu_bytes: float) -> float | None:
 def _smallest(config: Config) -> Config:
     """The layout with the recomputation and the micro-batches that take the least memory."""
     tokens = min(*_TOKENS, config.train.tokens_per_micro_batch)
-    parallel = replace(config.parallel, recompute="full")
-    return replace(config, parallel=parallel, train=replace(config.train, tokens_per_micro_batch=tokens))
+    return replaced(config, {"parallel.recompute": "full", "train.tokens_per_micro_batch": tokens})
 
 
 def _trainer_fits(config: Config, shape: ModelShape, gpu_bytes: float) -> bool:

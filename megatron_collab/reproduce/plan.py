@@ -163,7 +163,7 @@ def evaluation_of(arm: str) -> str:
 
 
 def seed_names(seeds: int, eval_set: str = "") -> list[str]:
-    """Names in data.eval of an evaluated set: the same problems, sampled anew for each seed."""
+    """Names in data.eval of an evaluated set: the same problems, sampled again for each seed."""
     return [f"{eval_set}{'_' if eval_set else ''}seed{number}" for number in range(seeds)]
 
 

@@ -6,4 +6,4 @@ other programs.
 
 
 class ChatError(RuntimeError):
-    """The chat cannot go on so: it has ended, no user can write, or the model is lost; the message says the way out."""
+    """The chat cannot continue: it has ended, no user can write, or the model is lost; the message says what to do."""

@@ -92,12 +92,12 @@ class _Terminal:
         self._printed: list[_Printed] = []
 
     async def begin(self) -> None:
-        """Begin the chats anew."""
+        """Start the chats again."""
         self._printed = [_Printed(model.name) for model in self._talk.models]
         await self._act("begin", self._task)
 
     async def obey(self, line: str) -> None:
-        """Do what a line says, and print what came of it, or why it cannot be done."""
+        """Carry out a line, and print the result, or why it is impossible."""
         command, _, argument = line.partition(" ")
         if not line.startswith("/"):
             await self._act("say", line)
@@ -147,7 +147,7 @@ class _Terminal:
 class _Printed:
     """What is printed of a chat with the model of this `name`: the `texts` of its messages, and its `ending`.
 
-    `typed`: the number of the message that the terminal has already, since a person has typed it.
+    `typed`: index of the message that a person has typed, which the terminal already shows.
     """
 
     def __init__(self, name: str) -> None:

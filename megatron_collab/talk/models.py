@@ -66,7 +66,7 @@ def models_of(run: Path) -> list[RunModel]:
 
 
 def find_model(run: Path, name: str) -> RunModel:
-    """The model of a run that `name` means: before, after (the newest), best, N or step_N.
+    """The model of a run that `name` denotes: before, after (the newest), best, N or step_N.
 
     Raises ConfigError if there is none, or its files are missing.
     """
@@ -90,7 +90,7 @@ def find_model(run: Path, name: str) -> RunModel:
 
 @contextmanager
 def hf_folder(model: RunModel, progress: Callable[[str], None]) -> Iterator[Path]:
-    """The model as a Hugging Face folder; within the block it stays.
+    """The model as a Hugging Face folder, which is not removed within the block.
 
     A checkpoint is converted in a process of its own, and kept in CONVERTED for the next time. Raises ConfigError if
     it is damaged.

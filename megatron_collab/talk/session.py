@@ -227,7 +227,7 @@ def _for_chats(policy: ServerSpec) -> ServerSpec:
 
 
 def _moved(spec: ServerSpec, devices: int) -> ServerSpec:
-    """The servers on devices that come so many later."""
+    """The servers, each moved by that many devices."""
     return replace(spec, placement=replace(spec.placement, first=spec.placement.first + devices))
 
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_collab.config import EvaluateConfig, recorded_values
 from megatron_collab.launch import evaluation, servers, validate
 from megatron_collab.launch.spec import RunSpec, evaluation_spec
 from megatron_collab.runtime import device, gpu_environment
 from megatron_collab.runtime.process import RunStopped
-from megatron_collab.settings import ConfigError, require
+from megatron_collab.settings import ConfigError, replaced, require
 
 _NOT_RECORDED = ("llm.record", "llm.replay", "llm.replay_missing", "llm.replay_latency")  # calls of a chat are new
+_ON_THIS_NODE: dict[str, Any] = {"launch.nodes": 1, "launch.interface": None, "reward.workers": 1, "rollout.workers": 1}
+_ON_THIS_NODE |= {"rollout.server.replicas": 1, "rollout.server.nnodes": 1, "rollout.server.port": 0}
+_ON_THIS_NODE |= {"rollout.player": "futures", "rollout.player_options": {}, "rollout.max_messages": None}
 _DECIDED = ("model.path", "run.dir", "rollout.player", "rollout.server.replicas")
 
 
 class GpuShare(NamedTuple):
-    """The part of this node's GPUs, number `part` of equal `parts`, that a process has: several serve a run each."""
+    """A process's share of this node's GPUs, `part` of `parts` equal ones: several processes serve a run each."""
 
     part: int = 0
     parts: int = 1
 
     def servers(self, models: int, needed: int, gpus: int | None) -> tuple[int, int]:
-        """On how many places servers of `models` run, and the first of the node's `gpus`, which is None on CPUs.
+        """How many places servers of `models` get, and the first GPU for them; `gpus`: of the node, None on CPUs.
 
         Each model has its own place if that leaves enough GPUs for all servers, also those of users, judges and reward
         models; then they use `needed` GPUs. Otherwise the models share a place, and all processes the first GPUs.
@@ -53,10 +55,7 @@ def run_settings(
     recorded = {name: value for name, value in values.items() if name not in _NOT_RECORDED}
     config = evaluation.compose_absolute(EvaluateConfig, overrides, recorded, constructs=scores)
     gpu_environment.enter()
-    server = replace(config.rollout.server, replicas=1, nnodes=1, port=0)
-    rollout = replace(config.rollout, server=server, player="futures", player_options={}, workers=1, max_messages=None)
-    launch, reward = replace(config.launch, nodes=1, interface=None), replace(config.reward, workers=1)
-    config = replace(config, rollout=rollout, launch=launch, reward=reward)
+    config = replaced(config, _ON_THIS_NODE)
     try:
         spec = evaluation_spec(config)
         assert spec.serving
@@ -66,12 +65,11 @@ def run_settings(
     except (ValueError, OSError, RunStopped) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     validate.check_options(config)
-    needed = max(served.placement.end for served in spec.serving.models) + (models - 1) * server.tp
+    needed = max(served.placement.end for served in spec.serving.models) + (models - 1) * config.rollout.server.tp
     replicas, first_gpu = share.servers(models, needed, gpus)
-    return replace(config, rollout=replace(rollout, server=replace(server, replicas=replicas))), first_gpu
+    return replaced(config, {"rollout.server.replicas": replicas}), first_gpu
 
 
 def spec_in(config: EvaluateConfig, folder: Path, model: Path) -> RunSpec:
     """The settled settings of `config` with the Hugging Face folder `model`, in a run folder `folder`."""
-    run, policy = replace(config.run, dir=str(folder)), replace(config.model, path=str(model))
-    return evaluation_spec(replace(config, run=run, model=policy))
+    return evaluation_spec(replaced(config, {"run.dir": str(folder), "model.path": str(model)}))

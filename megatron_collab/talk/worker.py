@@ -83,7 +83,7 @@ class _Chat:
     draws: count[int] = field(default_factory=count)
 
     def place(self) -> RolloutPlace:
-        """Another one each time, so that a repeated turn is sampled anew."""
+        """A new one at each call, so that a repeated turn is sampled again."""
         return RolloutPlace(self.name, next(self.draws))
 
     async def close(self) -> None:
@@ -179,7 +179,7 @@ class TalkWorker(ConversationWorker):
         self._chats: dict[int, _Chat] = {}  # by the number of the model
 
     async def begin(self, model: int, task: Task | None) -> Changes:
-        """Begin the chat anew; the model answers the task's messages, if any."""
+        """Start the chat again; the model answers the task's messages, if any."""
         await self._close(model)
         player, first = self.talkers[model], task or _NO_TASK
         start = Moment(first, Conversation(first.messages, ()), player.tools_of(first))

@@ -50,7 +50,7 @@ def rate(runs: Sequence[RunView], body: bytes) -> dict[str, Any]:
 def result(first: Side, second: Side) -> dict[str, Any]:
     """What was rated, and what it says about `second` (at the right) against `first`.
 
-    The first verdict about a task counts, so that each counts once whoever follows; ties say nothing of the better
+    The first verdict about a task counts, whoever rates it later; ties say nothing of the better
     side. Ratings of conversations that an evaluation has replaced are left out (`outdated`). `agreement` has Cohen's
     kappa of every two raters, and of verdicts and the sign of a metric's difference.
     """

@@ -68,7 +68,7 @@ def _labels(file: Path) -> Sequence[Label]:
 def listening(port: int) -> socket.socket:
     """A socket of the loopback interface: IPv4, or IPv6 if the machine has no IPv4; port 0: a free one.
 
-    Raises ConfigError if the port cannot be had.
+    Raises ConfigError if the port is not available.
     """
     for host, family in _HOSTS.items():
         try:

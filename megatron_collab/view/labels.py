@@ -38,7 +38,7 @@ class Label(NamedTuple):
 
 
 def read(file: Path) -> tuple[list[Label], list[str]]:
-    """The labels in `file`, and a line for each faulty row. Raises ConfigError if the file is none, or too long."""
+    """The labels in `file`, and a line for each faulty row. Raises ConfigError if it is no file, or too long."""
     shown = one_line(f"--labels={file}")
     require(file.suffix in (".jsonl", ".csv"), f"{shown}: give a file whose name ends in .jsonl or .csv")
     try:

@@ -196,7 +196,7 @@ class RunView:
 class Metrics:
     """The rows of metrics.jsonl. A call reads only what was written since the last one.
 
-    `starts`: how often another file was in its place.
+    `starts`: how often another file replaced it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -233,7 +233,7 @@ class Metrics:
 
 
 def _version(file: Path) -> str:
-    """Another text for each content of the file."""
+    """A text that differs for each content of the file."""
     with suppress(OSError):
         status = file.stat()
         return f"{status.st_ino}.{status.st_size}.{status.st_mtime_ns}"
@@ -282,7 +282,7 @@ def _settings(folder: Path) -> records.Row:
 
 
 def _fault_of_reward(values: dict[str, Any]) -> str | None:
-    """Why settings of the reward are none; None if they are."""
+    """Why these are no settings of a reward; None if they are."""
     mappings = [name for name in ("weights", "clamp", "metrics", "mode_options") if not isinstance(values[name], dict)]
     if mappings or not isinstance(values["mode"], str):
         return f"reward.{(mappings or ['mode'])[0]} is no setting; restore the file"

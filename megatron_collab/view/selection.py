@@ -37,7 +37,7 @@ class Selection:
     limit: int
 
     def of(self, index: Index) -> tuple[int, Array]:
-        """How many futures of `index` are selected, and the numbers of this part. Raises ConfigError without `sort`."""
+        """How many futures of `index` are selected, and the numbers of this part. Raises ConfigError."""
         futures = index.select(self.query)
         total, end = len(futures), self.offset + self.limit
         if self.sort:

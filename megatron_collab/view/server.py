@@ -244,7 +244,7 @@ def _posted(write: Callable[[bytes], Any]) -> Callable[[Request], Awaitable[Resp
 
 
 def _file(request: Request) -> Response:
-    """A file of the page, of those that the package has."""
+    """A static file of the page."""
     name = request.path_params.get("name", "index.html")
     files = {file.name: file for file in resources.files(__package__).joinpath("static").iterdir()}
     if name not in files:

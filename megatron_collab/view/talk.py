@@ -37,10 +37,10 @@ class Speaker(Protocol):
     """Serves models of a run, and has a conversation with each of them."""
 
     def send(self, request: Mapping[str, Any]) -> None:
-        """Let it do an `action` (begin, say, user, futures, undo) in all conversations, one after the other."""
+        """Have it do an `action` (begin, say, user, futures, undo) in all conversations, one after the other."""
 
     def updates(self) -> Iterator[Mapping[str, Any]]:
-        """What is new of the state of a TalkSession, as if it had no other speaker, until it has ended."""
+        """Changes of a TalkSession's state, as if this were its only speaker, until it has ended."""
 
     def end(self) -> None:
         """Let it end; returns at once. May be called twice, from any thread."""
@@ -144,7 +144,7 @@ class TalkSession:
         return bool(self.state["ended"])
 
     def act(self, action: str, values: Mapping[str, Any]) -> None:
-        """Let the speakers do it. Raises ConfigError if it is out of bounds, or if another action is running."""
+        """Have the speakers act. Raises ConfigError if it is out of bounds, or if another action is running."""
         text, futures = values.get("text", "-"), values.get("count", 1)
         require(0 < len(text) <= LONGEST_MESSAGE, f"text: give 1 to {LONGEST_MESSAGE} characters")
         require(0 < futures <= MOST_FUTURES, f"count: give 1 to {MOST_FUTURES}")
@@ -162,7 +162,7 @@ class TalkSession:
             speaker.send({"action": action, **values})
 
     def end(self, fault: str = "") -> None:
-        """Let the speakers end; `fault`: why, if it was no request."""
+        """End the speakers; `fault`: the reason, if nobody requested it."""
         with self._lock:
             if not self.ended:
                 chats = [{**chat, "busy": False} for chat in self.state["chats"]]
