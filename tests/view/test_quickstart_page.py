@@ -44,6 +44,8 @@ def test_a_person_reads_the_quickstart(open_page: Open, serve: Serve, tmp_path: 
     expect(chart(page, "seconds of a step").locator(".readout")).to_contain_text(
         re.compile(r"rollout [\d.]+ \(\d+ %\)")
     )
+    for name in ("idle/servers", "idle/trainer"):
+        expect(chart(page, name).locator(".readout")).to_have_text(re.compile(r"^rl 0\.\d+"))
     assert_accessible(page)
     conversations.click()
     expect(page.locator(".count")).to_have_text(re.compile(r"1\u201350 of [\d,]+ futures"))
