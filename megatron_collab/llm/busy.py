@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 Span = tuple[float, float]  # begin and end, in seconds since the epoch
 Spans = Mapping[str, Sequence[Span]]  # by the URL of a server
-_MOST = 10_000  # spans of a server that are kept; older ones are dropped, where nobody takes them
+_MOST = 10_000  # spans that are kept of a server; older ones are dropped, as in a chat, which takes none
 
 
 class BusySpans:
@@ -40,9 +40,9 @@ class BusySpans:
         for url in +self._in_flight:
             self._spans[url].append((self._since[url], now))
             self._since[url] = now
-        taken = {url: [*spans] for url, spans in self._spans.items()}
+        ended = {url: [*spans] for url, spans in self._spans.items()}
         self._spans.clear()
-        return taken
+        return ended
 
 
 def idle_share(processes: Sequence[Spans], urls: Sequence[str], begin: float, end: float) -> float:

@@ -107,11 +107,11 @@ def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
 def test_writers_get_conversations_of_some_steps(tmp_path: Path) -> None:
     settings = config(tmp_path)
     settings.train.steps, settings.train.eval_every, settings.train.checkpoint_every = 8, 2, 3
-    one = group()
-    pair = replace(one, rollouts=tuple(replace(r, futures=r.futures * 3) for r in one.rollouts * 6))
+    (rollout,) = group().rollouts
+    large = replace(group(), rollouts=(replace(rollout, futures=rollout.futures * 3),) * 6)
     with Run(settings, settings.train, 0, {}, {}) as run:
         for step in range(8):
-            run.transcripts(step, [pair] * 3 if step else [one])
+            run.transcripts(step, [large] * 3 if step else [group()])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["tensors"] == [f"train/{number}/text_summary" for number in range(10)], "and not 3 * 6 * 3"
     steps = [[event.step for event in events.Tensors(f"train/{number}/text_summary")] for number in (0, 9)]

@@ -171,7 +171,13 @@ def conversation(rollout: int, future: int) -> Row:
         "ending": ENDINGS[future],
         "error": "",
         "messages": [{"role": role, "content": content} for role, content in messages],
-        "private": {"3": {"thought": "They seem to know what to ask.", "current_answer": "Lyon, Friday, four people"}},
+        "private": {
+            "3": {
+                "persona": "A sister in a hurry, who answers in a few words.",
+                "thought": "They seem to know what to ask.",
+                "current_answer": "Lyon, Friday, four people",
+            }
+        },
     }
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_collab.observability import transcripts
+from megatron_collab.observability import evaluations, transcripts
 from tests.view import recorded_runs
 from tests.view.browser import (
     Open,
@@ -117,6 +118,7 @@ def test_reasons_thoughts_and_goals_can_be_opened_and_futures_part(open_page: Op
     for place, label, text in (
         ("#future", "Reason", "The assistant asked 2 questions"),
         ("#future", "Raw answer", '"score": 0.6'),
+        ("#future", "User's persona", "A sister in a hurry"),
         ("#future", "User's thought", "They seem to know what to ask."),
         ("#future", "User's current answer", "Lyon, Friday"),
         ("#future", "Call", '"arguments": {"city": "Lyon"}'),
@@ -161,7 +163,9 @@ def test_a_long_run_is_filtered_and_read(open_page: Open, serve: Serve, tmp_path
     expect(chart(page, "reward")).to_be_visible()
 
 
-def test_of_a_torn_run_the_rest_is_shown(open_page: Open, serve: Serve, tmp_path: Path) -> None:
+def test_of_a_torn_run_the_rest_is_shown_also_if_an_earlier_version_began_it(
+    open_page: Open, serve: Serve, tmp_path: Path
+) -> None:
     """It was killed while it wrote: half a line of metrics, half a file of transcripts."""
     run = tmp_path / "torn"
     recorded_runs.write_run(run, 3)
@@ -169,10 +173,24 @@ def test_of_a_torn_run_the_rest_is_shown(open_page: Open, serve: Serve, tmp_path
     torn.write_bytes(torn.read_bytes()[:200])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
-    page = open_page(serve([run]))
+    url = serve([run])
+    page = open_page(url)
     expect(page.locator(".legend small")).to_have_text("train \u00b7 3 steps \u00b7 running")
     page.get_by_role("link", name="Conversations").click()
     expect(page.get_by_role("alert")).to_contain_text("step_000002.parquet: cannot be read")
     torn.unlink()
+    in_lines(transcripts.step_file(run, 0), run / transcripts.OLD_FILE)
+    in_lines(*evaluations.files_of(run, "before"))
     page.reload()
     expect(page.locator(".count")).to_have_text("1\u201348 of 48 futures")
+    page.goto(f"{url}#conversations?step=0&position=1&rollout=2&future=1")
+    wait_for_choice(page, (0, 1, 2, 1))
+    expect(page.locator("#future")).to_contain_text("Half past, please.")
+    page.get_by_label("Conversations of").select_option("before")
+    expect(page.locator(".count")).to_have_text("1\u201312 of 12 futures")
+
+
+def in_lines(file: Path, old_file: Path) -> None:
+    """Write the conversations of a file as an earlier version did."""
+    old_file.write_text("".join(json.dumps(row) + "\n" for row in transcripts.rows_of_file(file)))
+    file.unlink()

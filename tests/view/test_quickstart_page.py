@@ -12,8 +12,8 @@ import pytest
 from megatron_collab.runtime.process import wait_for
 from tests.view.browser import Open, Serve, assert_accessible, assert_harmless, chart, expect, needs_browser
 
-pytestmark = [*needs_browser, pytest.mark.slow]
 SECONDS = 1800  # until the quickstart has come further
+pytestmark = [*needs_browser, pytest.mark.slow, pytest.mark.timeout(3 * SECONDS)]  # it waits three times
 COMMAND = "import sys; from megatron_collab.commands.__main__ import main; sys.exit(main())"
 STEPS = 12  # of each of its two runs; the first begins with steps of warm-up
 SHORTER = [f"train.steps={STEPS}", "optim.warmup_steps=2"]
@@ -44,6 +44,8 @@ def test_a_person_reads_the_quickstart(open_page: Open, serve: Serve, tmp_path: 
     expect(chart(page, "seconds of a step").locator(".readout")).to_contain_text(
         re.compile(r"rollout [\d.]+ \(\d+ %\)")
     )
+    for name in ("idle/servers", "idle/trainer"):
+        expect(chart(page, name).locator(".readout")).to_have_text(re.compile(r"\b[01](\.\d+)?$"))
     assert_accessible(page)
     conversations.click()
     expect(page.locator(".count")).to_have_text(re.compile(r"1\u201350 of [\d,]+ futures"))
