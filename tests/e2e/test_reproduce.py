@@ -85,7 +85,7 @@ def test_the_desk_study_gives_the_committed_result_and_the_page_of_the_demo(
     out = tmp_path / "study"
     command = [str(small_desk(tmp_path)), "--out", str(out), "--seeds", "1", "--train-seeds", "1", "--pilot", "0"]
     command += ["--jobs", "2", "--tasks", "cost_0.10", "--arms", ",".join(ARMS_OF_DESK)]
-    start(command, module=MODULE).finish(900)
+    start(command, module=MODULE).finish(1800)
     assert re.search(r"^\| optimal, predicted \| 0\.\d+ \| 0\.\d+ \| ", (out / "page.md").read_text(), re.MULTILINE)
     ((chain, content),) = evidence.results(out)
     assert (chain.task, chain.title) == ("cost_0.10", "cost_0.10/seed1")
