@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import tempfile
 from bisect import bisect_right
@@ -25,6 +26,7 @@ ALL = "all"  # in place of a split: all splits
 _DESCRIBING = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json")
 _LONGEST_CARD = 1 << 20  # bytes of README.md
 _CARD_HEADER = re.compile(r"\s*---\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
+_MOST_ENTRIES = 100_000  # files and folders below a folder of data
 _BATCH = 1000  # rows read from Arrow at once
 
 
@@ -204,7 +206,7 @@ def _files_of_splits(folder: Path, source: Source, where: str) -> dict[str, list
         subsets = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir())) or "none"
         require(base.is_dir(), f"{where}: no subset {source.subset}; there are {subsets}")
         try:
-            patterns, folder = get_data_patterns(str(base)), base
+            patterns, folder = get_data_patterns(str(base)) if _has_data(base, where) else {}, base
         except EmptyDatasetError:
             patterns = {}
     require(bool(patterns), f"{where}: no data files there; give a file, or a folder of them")
@@ -217,6 +219,21 @@ def _files_of_splits(folder: Path, source: Source, where: str) -> dict[str, list
         chosen[split] = [file for file in matches if suffix_of(file) in KINDS and Path(file).name not in _DESCRIBING]
         require(bool(chosen[split]), f"{where}: no data files there; give a file, or a folder of them")
     return chosen
+
+
+def _has_data(folder: Path, where: str) -> bool:
+    """Whether a file below `folder` has the suffix of data. Raises ConfigError if it holds too many files.
+
+    get_data_patterns walks through all of it several dozen times.
+    """
+    count, has_data = 0, False
+    for _, folders, names in os.walk(folder):
+        count += len(folders) + len(names)
+        require(
+            count <= _MOST_ENTRIES, f"{where}: holds more than {_MOST_ENTRIES} files; give a glob of those with data"
+        )
+        has_data = has_data or any(suffix_of(name) in KINDS for name in names)
+    return has_data
 
 
 def _saved_files(folder: Path, source: Source, where: str) -> dict[str, list[str]] | None:

@@ -107,6 +107,22 @@ def test_a_file_that_is_no_data_is_refused(tmp_path: Path, text: str) -> None:
         load_tasks(path)
 
 
+def test_a_folder_without_data_or_with_too_much_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one of the system."""
+    (tmp_path / "folder" / "deeper").mkdir(parents=True)
+    for number in range(9):
+        (tmp_path / "folder" / "deeper" / f"{number}.log").touch()
+    monkeypatch.setattr("datasets.data_files.get_data_patterns", lambda path: pytest.fail("searched"))
+    with pytest.raises(ValueError, match="folder: no data files there; give a file, or a folder of them"):
+        load_tasks(tmp_path / "folder", "data.train")
+    (tmp_path / "folder" / "rows.jsonl").touch()
+    monkeypatch.setattr("megatron_collab.data.rows._MOST_ENTRIES", 10)
+    with pytest.raises(ValueError, match="folder: holds more than 10 files; give a glob of those with data"):
+        load_tasks(tmp_path / "folder", "data.train")
+
+
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.txt", "rows.jsonl.gz"])
 def test_a_pipe_is_no_file_of_rows(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
