@@ -170,9 +170,9 @@ def measure(config: Config, serving: ServingSpec, repeats: int) -> Costs:
     spec = serving.policy
     with SGLangServer(spec, spec.log(0), 0) as server:
         server.wait_healthy(spec.host.start_timeout)
-        main = psutil.Process(server.pid)
+        processes = [child for child in psutil.Process().children(recursive=True) if SERVER in child.cmdline()]
         client = Unending(server.url, server.api_key, serving.client)
-        return asyncio.run(_requests(client, [main, *main.children(recursive=True)], config, repeats))
+        return asyncio.run(_requests(client, processes, config, repeats))
 
 
 async def _requests(client: SGLangClient, server: list[psutil.Process], config: Config, repeats: int) -> Costs:
@@ -235,12 +235,12 @@ def check(settings: Sequence[str], folder: Path, repeats: int) -> dict[str, floa
     seconds, busy, prefilled = simulate(settings, serving, fit(costs, 0), folder, lines).T
     _, cpu, _ = simulate(settings, serving, fit(costs, 1), folder, lines).T
     names = ("rollout", "update", "publish")
-    rollout, *others = np.array([[line[f"seconds/{name}"] for name in names] for line in lines]).T
+    rollout, *learning = np.array([[line[f"seconds/{name}"] for name in names] for line in lines]).T
     first = min(FIRST, len(lines) - 1)
     begun, ended = min(number for number in readings if number >= first), max(readings)
     values = {
         "sampling_over_measured": np.median((seconds / rollout)[first:]),
-        "step_over_measured": np.median(((seconds + sum(others)) / (rollout + sum(others)))[first:]),
+        "step_over_measured": np.median(((seconds + sum(learning)) / (rollout + sum(learning)))[first:]),
         "server_cpu_over_measured": cpu[begun:ended].sum() / (readings[ended] - readings[begun]),
         "prefill_over_measured": prefilled.sum() / sum(line["count/prefill_tokens"] for line in lines),
         "sampling_seconds": np.median(rollout[first:]),
@@ -260,7 +260,7 @@ def main() -> None:
     with TemporaryDirectory() as root:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
         world = f"data.dir={root}/world"
-        train(*SFT, *(["train.steps=2"] if options.smoke else []), world, f"run.dir={root}/sft")
+        train(*SFT, *(["train.steps=2", "optim.warmup_steps=1"] if options.smoke else []), world, f"run.dir={root}/sft")
         model = [world, f"model.path={root}/sft/hf", f"train.steps={steps}", *(RANDOM if options.smoke else [])]
         for number, case in product(range(rounds), cases):
             settings = [*RL, *model, *CASES[case]]
