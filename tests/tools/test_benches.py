@@ -62,6 +62,9 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "step": lambda values: values["loss_diff"] <= 1e-6 and values["norm_diff"] <= 1e-4,
     "replay": lambda values: (values["live_calls"], values["equal"]) == (0, 1) and values["calls_per_second"] > 0,
     "timeline": lambda values: values["8/step_over_bound"] >= 1 and 0 < values["8_cut/idle"] < values["8/idle"] < 1,
+    "timeline_check": lambda values: (
+        0.9 <= values["quickstart/prefill_over_measured"] <= 1.1 and 0 < values["quickstart/server_busy"] <= 1
+    ),
     "view": lambda values: values["bytes_over_jsonl"] <= 0.2 and values["futures"] == 2 * 64 * 8 * 3,
     "reward_loop": lambda values: values["time_over_ideal"] >= 1,
 }

@@ -1,25 +1,27 @@
-"""Does the simulated timeline predict a measured run? Sampling in the quickstart, on CPUs, beside timeline.py's servers.
+"""Does the simulated timeline predict a measured run? Sampling in the quickstart, on CPUs, beside timeline.py's.
 
 `python tools/bench/timeline_check.py [--rounds 3] [--smoke]` trains the quickstart's first stage for 60 steps. Then,
 for each round and case (`quickstart`: the second stage for 12 steps; `futures`: with rollout.futures=6), it measures
 the costs of a server, trains, and measures the costs again. The costs are those of the real SGLang server alone, with
 requests of random tokens through the real client: 1 to 128 at once, of 16 and 64 tokens, of which 1 or 24 are sampled.
 What a prefill, a request, a token, a decoding step, and a request in it cost is fitted to the medians, with the
-least relative errors. Nothing is fitted to a run.
+least relative errors: in seconds, and in CPU seconds of the server's processes. Nothing is fitted to a run.
 
 The simulation is that of timeline.py (real RolloutManager, player, router, client and reward worker under a clock that
-jumps) with these costs. Its conversations are those of the run: each turn has the text that the run sampled with its
-seed, and the real users answer. It knows nothing of the CPU time of the player and of Ray.
+jumps) with these costs. Its conversations are those of the run, or the bench fails: each turn has the text that the run
+sampled with its seed, and the real users answer. It knows nothing of the CPU time of the player and of Ray.
 
     sampling_over_measured   simulated seconds of a step's sampling over `seconds/rollout` of the run: the median over
-                    steps, without the first two, and over rounds; `sampling_least`, `sampling_most`: of the rounds
-    step_over_measured   the same of whole steps, of which the simulation predicts only sampling: update and publish are
-                    taken as measured, since planning/ has no times of a CPU
+                    steps, without the first two; `sampling_least`, `sampling_most`: of the rounds
+    step_over_measured   the same of whole steps, of which only sampling is simulated: update and publish are taken as
+                    measured, since planning/ has no times of a CPU
+    server_cpu_over_measured   CPU seconds of the server in these steps, simulated with costs in CPU seconds, over those
+                    that its processes took in the run; other programs of the machine hardly change them
     prefill_over_measured   tokens of prompts that the server computed, of all steps
     server_busy     simulated share of sampling in which the server computes; a run does not measure it
     load            processes that waited for a processor or had one, on average over the last minute of a run
 
---smoke: a random model, 3 steps. The last line is one JSON object.
+Values are medians of the rounds. --smoke: a random model, 3 steps of `quickstart`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,13 +36,16 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import numpy as np
+import psutil
 import torch.distributed as dist
 from scipy.optimize import nnls
 from simulated.players import Ledger, Traffic
@@ -66,8 +71,13 @@ RL = ["experiment=booking", "data.eval=null", "train.checkpoint_every=1000"]
 RANDOM = ["train.prompts_per_step=2", "reward.malformed=null", "reward.weights.token_amount=-0.01"]
 CASES = {"quickstart": [], "futures": ["rollout.futures=6"]}
 BATCHES, PROMPTS, SAMPLED = (1, 4, 16, 64, 128), (16, 64), (1, 24)
-REPEATS = 5
+WORDS = range(8, 60)  # of the booking world; lower tokens are control tokens
+REPEATS = 3
 FIRST = 2  # steps that are not compared: processes warm up
+SERVER = "megatron_collab.inference.cpu.serve"  # in the commands of a server's processes
+
+Costs = dict[tuple[int, int, int], list[tuple[float, float]]]
+Lines = Sequence[Mapping[str, float]]
 
 
 class Unending(SGLangClient):
@@ -129,89 +139,115 @@ def _name(*tokens: object) -> int:
 
 
 def train(*settings: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "megatron_collab.train", *settings], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stdout[-1000:] + done.stderr[-3000:])
+    """A run to its end."""
+    for _ in watch(*settings):
+        pass
 
 
-def measure(config: Config, serving: ServingSpec, repeats: int) -> dict[tuple[int, int, int], list[float]]:
-    """Seconds by number of requests, tokens of each prompt, sampled tokens."""
+def watch(*settings: str) -> Iterator[float]:
+    """A run to its end; several times a second, the CPU seconds of its server so far."""
+    with TemporaryFile() as log:
+        command = [sys.executable, "-m", "megatron_collab.train", *settings]
+        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+            while process.poll() is None:
+                yield sum(map(cpu_seconds, psutil.Process(process.pid).children(recursive=True)))
+                time.sleep(0.1)
+        if process.returncode:
+            log.seek(0)
+            sys.exit(log.read().decode()[-3000:])
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """User and system seconds of a process of a server; 0 of others, and of one that has ended."""
+    with suppress(psutil.Error):
+        if SERVER in process.cmdline():
+            return sum(process.cpu_times()[:2])
+    return 0.0
+
+
+def measure(config: Config, serving: ServingSpec, repeats: int) -> Costs:
+    """Seconds and CPU seconds by number of requests, tokens of each prompt, sampled tokens."""
     spec = serving.policy
     with SGLangServer(spec, spec.log(0), 0) as server:
         server.wait_healthy(spec.host.start_timeout)
-        return asyncio.run(_requests(Unending(server.url, server.api_key, serving.client), config, repeats))
+        processes = [child for child in psutil.Process().children(recursive=True) if SERVER in child.cmdline()]
+        client = Unending(server.url, server.api_key, serving.client)
+        return asyncio.run(_requests(client, processes, config, repeats))
 
 
-async def _requests(client: SGLangClient, config: Config, repeats: int) -> dict[tuple[int, int, int], list[float]]:
-    drawn, seconds = random.Random(0), defaultdict[tuple[int, int, int], list[float]](list)
-    words, sampling = range(8, 60), config.rollout.turn  # other tokens may be control tokens
+async def _requests(client: SGLangClient, server: list[psutil.Process], config: Config, repeats: int) -> Costs:
+    drawn, costs = random.Random(0), defaultdict[tuple[int, int, int], list[tuple[float, float]]](list)
+    sampling = config.rollout.turn
     for repeat in range(-1, repeats):  # the first one warms up
-        for batch in BATCHES:
-            for length in PROMPTS:
-                for new in SAMPLED:
-                    prompts = [tuple(drawn.choices(words, k=length)) for _ in range(batch)]
-                    began = time.perf_counter()
-                    calls = [client.generate(ids, max_new_tokens=new, sampling=sampling, seed=7) for ids in prompts]
-                    await asyncio.gather(*calls)
-                    if repeat >= 0:
-                        seconds[batch, length, new].append(time.perf_counter() - began)
+        for batch, length, new in product(BATCHES, PROMPTS, SAMPLED):
+            prompts = [tuple(drawn.choices(WORDS, k=length)) for _ in range(batch)]
+            began, cpu = time.perf_counter(), sum(map(cpu_seconds, server))
+            calls = [client.generate(ids, max_new_tokens=new, sampling=sampling, seed=7) for ids in prompts]
+            await asyncio.gather(*calls)
+            seconds = time.perf_counter() - began
+            if repeat >= 0:
+                costs[batch, length, new].append((seconds, sum(map(cpu_seconds, server)) - cpu))
     await client.close()
-    return seconds
+    return costs
 
 
-def fit(seconds: dict[tuple[int, int, int], list[float]]) -> tuple[Roofline, float]:
-    """The costs of a server, and the root mean square of their relative errors."""
-    rows = np.array(
-        [(1, batch, batch * (length + new - 1), new - 1, (new - 1) * batch) for batch, length, new in seconds]
-    )
-    scaled = rows / np.array([[median(times)] for times in seconds.values()])
-    costs, error = nnls(scaled, np.ones(len(scaled)))
-    prefill, begin, token, step, request = map(float, costs)
-    roofline = Roofline(0.0, 0.0, 1.0, token, 1.0, step, prefill, request, begin)
-    return roofline, float(error) / len(scaled) ** 0.5
+def fit(costs: Costs, unit: int) -> Roofline:
+    """The costs of a server in seconds (`unit` 0) or CPU seconds (1), which the kernel counts in hundredths."""
+    rows = [(1, batch, batch * (length + new - 1), new - 1, (new - 1) * batch) for batch, length, new in costs]
+    medians = [max(0.01, median(pair[unit] for pair in pairs)) for pairs in costs.values()]
+    solution, _ = nnls(np.array(rows) / np.array(medians)[:, None], np.ones(len(rows)))
+    prefill, begin, token, step, request = map(float, solution)
+    return Roofline(0.0, 0.0, 1.0, token, 1.0, step, prefill, request, begin)
 
 
-def compare(config: Config, serving: ServingSpec, roofline: Roofline, folder: Path) -> dict[str, float]:
-    """The values of a run in config.run.dir; the simulation writes into `folder`."""
-    run = Path(config.run.dir)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    config.run.dir = str(folder)
-    recording = Recording(config, run)
-    simulation = Simulation(config, serving, roofline, recording, recording, Traffic(), Ledger())
-    sampled, busy, prefilled = [], [], []
-    (server,) = simulation.servers
-    for line in lines:
-        before = server.busy, server.prefilled
-        batch, seconds = simulation.sample(line["step"])
-        simulation.rollouts.learned({"step": float(line["step"])})
-        sampled.append(seconds)
-        busy.append((server.busy - before[0]) / seconds)
-        prefilled.append(server.prefilled - before[1])
-        assert batch.metrics["reward"] == line["reward"], (batch.metrics, line)  # else other conversations
-    simulation.close()
-    times = [(line["seconds/rollout"], line["seconds/update"] + line["seconds/publish"]) for line in lines]
-    pairs = [*zip(sampled, times, strict=True)][min(FIRST, len(lines) - 1) :]
-    return {
-        "sampling_over_measured": median(seconds / rollout for seconds, (rollout, _) in pairs),
-        "step_over_measured": median((seconds + rest) / (rollout + rest) for seconds, (rollout, rest) in pairs),
-        "prefill_over_measured": sum(prefilled) / sum(line["count/prefill_tokens"] for line in lines),
-        "sampling_seconds": median(rollout for _, (rollout, _) in pairs),
-        "server_busy": median(busy),
-    }
+def simulate(settings: Sequence[str], serving: ServingSpec, roofline: Roofline, run: Path, lines: Lines) -> np.ndarray:
+    """For each step of the run: seconds of sampling, of the server's work, tokens of its prefills."""
+    with TemporaryDirectory() as folder:
+        config = validate.composed([*settings, f"run.dir={folder}"])
+        recording = Recording(config, run)
+        simulation = Simulation(config, serving, roofline, recording, recording, Traffic(), Ledger())
+        (server,) = simulation.servers
+        steps = []
+        for line in lines:
+            busy, prefilled = server.busy, server.prefilled
+            batch, seconds = simulation.sample(int(line["step"]))
+            if batch.metrics["reward"] != line["reward"]:
+                sys.exit(f"step {line['step']}: simulated other conversations than those of the run")
+            simulation.rollouts.learned({"step": line["step"]})
+            steps.append((seconds, server.busy - busy, server.prefilled - prefilled))
+        simulation.close()
+    return np.array(steps)
 
 
 def check(settings: Sequence[str], folder: Path, repeats: int) -> dict[str, float]:
     """The values of a run with these settings in `folder`."""
     config = validate.composed([*settings, f"run.dir={folder}"])
     serving = server_specs.training(config)
-    seconds = measure(config, serving, repeats)
-    train(*settings, f"run.dir={folder}")
+    costs = measure(config, serving, repeats)
+    readings = dict[int, float]()  # CPU seconds of the server when so many steps were done
+    for cpu in watch(*settings, f"run.dir={folder}"):
+        with suppress(FileNotFoundError):
+            readings.setdefault((folder / "metrics.jsonl").read_bytes().count(b"\n"), cpu)
     load = os.getloadavg()[0]
-    for key, times in measure(config, serving, repeats).items():
-        seconds[key] += times
-    roofline, error = fit(seconds)
-    print(roofline, flush=True)
-    return compare(config, serving, roofline, Path(f"{folder}-simulated")) | {"fit_error": error, "load": load}
+    for key, pairs in measure(config, serving, repeats).items():
+        costs[key] += pairs
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds, busy, prefilled = simulate(settings, serving, fit(costs, 0), folder, lines).T
+    _, cpu, _ = simulate(settings, serving, fit(costs, 1), folder, lines).T
+    names = ("rollout", "update", "publish")
+    rollout, *learning = np.array([[line[f"seconds/{name}"] for name in names] for line in lines]).T
+    first = min(FIRST, len(lines) - 1)
+    begun, ended = min(number for number in readings if number >= first), max(readings)
+    values = {
+        "sampling_over_measured": np.median((seconds / rollout)[first:]),
+        "step_over_measured": np.median(((seconds + sum(learning)) / (rollout + sum(learning)))[first:]),
+        "server_cpu_over_measured": cpu[begun:ended].sum() / (readings[ended] - readings[begun]),
+        "prefill_over_measured": prefilled.sum() / sum(line["count/prefill_tokens"] for line in lines),
+        "sampling_seconds": np.median(rollout[first:]),
+        "server_busy": np.median(busy / seconds),
+        "load": load,
+    }
+    return {name: float(value) for name, value in values.items()}
 
 
 def main() -> None:
@@ -219,21 +255,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case [%(default)s]")
     parser.add_argument("--smoke", action="store_true", help="a random model, 3 steps: shows that it runs, no figures")
     options = parser.parse_args()
-    rounds, repeats, steps = (1, 1, 3) if options.smoke else (options.rounds, REPEATS, 12)
+    rounds, steps, cases = (1, 3, ["quickstart"]) if options.smoke else (options.rounds, 12, [*CASES])
     values = defaultdict[str, list[float]](list)
     with TemporaryDirectory() as root:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
         world = f"data.dir={root}/world"
-        train(*SFT, *(["train.steps=2"] if options.smoke else []), world, f"run.dir={root}/sft")
+        train(*SFT, *(["train.steps=2", "optim.warmup_steps=1"] if options.smoke else []), world, f"run.dir={root}/sft")
         model = [world, f"model.path={root}/sft/hf", f"train.steps={steps}", *(RANDOM if options.smoke else [])]
-        for number in range(rounds):
-            for case, more in CASES.items():
-                for name, value in check([*RL, *model, *more], Path(f"{root}/{case}{number}"), repeats).items():
-                    values[f"{case}/{name}"].append(value)
-                    print(f"{case}/{name}: {value:.4g}", flush=True)
+        for number, case in product(range(rounds), cases):
+            settings = [*RL, *model, *CASES[case]]
+            for name, value in check(settings, Path(f"{root}/{case}{number}"), 1 if options.smoke else REPEATS).items():
+                values[f"{case}/{name}"].append(value)
+                print(f"{case}/{name}: {value:.4g}", flush=True)
         dist.destroy_process_group()
     medians = {name: median(series) for name, series in values.items()}
-    for case in CASES:
+    for case in cases:
         ratios = values[f"{case}/sampling_over_measured"]
         medians |= {f"{case}/sampling_least": min(ratios), f"{case}/sampling_most": max(ratios)}
     print(json.dumps({"name": "timeline_check", "values": {name: round(value, 4) for name, value in medians.items()}}))
