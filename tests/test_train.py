@@ -64,7 +64,7 @@ def test_a_stopped_run_prints_its_reason_in_one_line(
     monkeypatch.setattr(train, "train_supervised", stopped)
     monkeypatch.setattr(train.process, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(signals, "keep_notices", lambda rank, grace: None)
-    monkeypatch.setattr(prepare, "prepare", run_spec)
+    monkeypatch.setattr(prepare, "prepare", lambda config: (config, run_spec(config)))
     monkeypatch.setattr(train.process, "under_torchrun", lambda: True)
     monkeypatch.setattr(train.program, "_check_ranks", lambda nodes, ranks: None)
     code = train.main(["experiment=booking_sft", f"run.dir={tmp_path}/run", f"data.dir={tmp_path}/world"])

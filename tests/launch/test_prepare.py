@@ -19,7 +19,7 @@ from megatron_collab.launch.data_specs import data_spec
 from megatron_collab.launch.play_specs import user_directory
 from megatron_collab.launch.spec import run_spec
 from megatron_collab.runtime import process
-from megatron_collab.settings import ConfigError
+from megatron_collab.settings import ConfigError, replaced
 from tests.helpers import byte_level_tokenizer
 
 
@@ -66,7 +66,8 @@ def test_a_finished_run_is_done_until_more_steps_are_asked_for(tmp_path: Path) -
     (tmp_path / "result.json").write_text("{}")
     assert prepare.finished_steps(config) == 5
     for length in ("train.steps=5", "train.epochs=0.01"):
-        with patch.object(prepare, "prepare", lambda config: setattr(config.train, "steps", 5)), ExitStack() as stack:
+        settled = lambda config: (replaced(config, {"train.steps": 5}), None)  # noqa: E731
+        with patch.object(prepare, "prepare", settled), ExitStack() as stack:
             done = train.prepared(["experiment=booking", f"run.dir={tmp_path}", length], stack)
             assert f"all 5 steps are done; raise {length.partition('=')[0]} to train on" in str(done)
     config.train.steps = 3
