@@ -16,7 +16,7 @@ sampled with its seed, and the real users answer. It knows nothing of the CPU ti
     step_over_measured   the same of whole steps, of which only sampling is simulated: update and publish are taken as
                     measured, since planning/ has no times of a CPU
     server_cpu_over_measured   CPU seconds of the server in these steps, simulated with costs in CPU seconds, over those
-                    that its processes took in the run; other programs of the machine hardly change them
+                    that its processes took in the run; a busy machine changes both less than it changes seconds
     prefill_over_measured   tokens of prompts that the server computed, of all steps
     server_busy     simulated share of sampling in which the server computes; a run does not measure it
     load            processes that waited for a processor or had one, on average over the last minute of a run
