@@ -78,7 +78,14 @@ def data_that_was_cut(run: Path) -> None:
         os.truncate(file, file.stat().st_size // 2)
 
 
-REMAINS = [locks, half_written_checkpoints, half_written_files, odd_entries, lines_of_a_killed_writer, data_that_was_cut]
+REMAINS = [
+    locks,
+    half_written_checkpoints,
+    half_written_files,
+    odd_entries,
+    lines_of_a_killed_writer,
+    data_that_was_cut,
+]
 
 
 @pytest.mark.processes
