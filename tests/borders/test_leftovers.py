@@ -78,11 +78,18 @@ def data_that_was_cut(run: Path) -> None:
         os.truncate(file, file.stat().st_size // 2)
 
 
-LEFT = [locks, half_written_checkpoints, half_written_files, odd_entries, lines_of_a_killed_writer, data_that_was_cut]
+REMAINS = [
+    locks,
+    half_written_checkpoints,
+    half_written_files,
+    odd_entries,
+    lines_of_a_killed_writer,
+    data_that_was_cut,
+]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("leave", LEFT)
+@pytest.mark.parametrize("leave", REMAINS)
 def test_a_run_starts_again_among_what_a_killed_one_has_left(
     leave: Callable[[Path], None], world: Path, run: Path
 ) -> None:

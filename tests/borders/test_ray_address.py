@@ -126,20 +126,20 @@ def failure(address: str) -> RuntimeError:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, for a namespace of its own")
-@pytest.mark.parametrize("left", [False, True])
-def test_auto_without_a_cluster_ends_the_run(left: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stale", [False, True])
+def test_auto_without_a_cluster_ends_the_run(stale: bool, tmp_path: Path) -> None:
     """Also if the file of one that is gone names its address."""
-    if left:
+    if stale:
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port()}")
     ended = subprocess.run(
-        [*OF_ITS_OWN, sys.executable, "-c", JOIN.format(seconds=15.0 if left else 60.0)],
+        [*OF_ITS_OWN, sys.executable, "-c", JOIN.format(seconds=15.0 if stale else 60.0)],
         env={**os.environ, "RAY_ADDRESS": "auto", "RAY_TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=200,
     )
-    reason = "what listens there does not answer in 15 s" if left else "Could not find any running Ray instance"
+    reason = "what listens there does not answer in 15 s" if stale else "Could not find any running Ray instance"
     assert ended.stdout.count("\n") == 1 and ended.stderr == "", ended
     assert ended.stdout.startswith("RAY_ADDRESS=auto: no Ray cluster there (") and reason in ended.stdout
 
