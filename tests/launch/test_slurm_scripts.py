@@ -232,7 +232,7 @@ def job_in_a_container(folder: Path, **variables: str) -> tuple[subprocess.Compl
         (folder / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "node0", "CHECKOUT": str(ROOT)}
     job |= {"PATH": f"{folder}:{os.environ['PATH']}", "RECORD": str(folder / "calls")}
-    environment = os.environ | {"VENV": stand_in(folder)} | job | variables
+    environment = os.environ | {"VENV": stand_in(folder, run_dir=f"{folder}/run")} | job | variables
     command = ["bash", str(ROOT / "slurm" / "train_8b.sh"), "experiment=booking", f"run.dir={folder}/run"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     calls = folder / "calls"
