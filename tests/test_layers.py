@@ -182,6 +182,21 @@ def test_settings_are_read_once() -> None:
     assert callers == {function: set(reasons) for function, reasons in READS_SETTINGS.items()}
 
 
+CHANGING = {
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "append",
+    "extend",
+    "insert",
+    "remove",
+    "sort",
+    "reverse",
+}
+
+
 def written_settings(tree: ast.Module) -> Iterator[str]:
     """What a module assigns within settings.
 
@@ -196,15 +211,15 @@ def written_settings(tree: ast.Module) -> Iterator[str]:
             annotation = ast.unparse(part.annotation) if part.annotation else ""
             names |= {part.arg} if kind.search(bounds.get(annotation, annotation)) else set()
         for target, value in assignments(function):
-            if "." in (text := ast.unparse(target)) and base(target) in names:
-                yield text
-            constructed = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
-            if isinstance(target, ast.Name) and (
-                constructed or (isinstance(value, ast.Attribute) and base(value) in names)
-            ):
+            if isinstance(target, ast.Attribute | ast.Subscript) and base(target) in names:
+                yield ast.unparse(target)
+            made = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
+            part = isinstance(value, ast.Attribute | ast.Subscript) and base(value) in names
+            if isinstance(target, ast.Name) and (made or part):
                 names.add(target.id)
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-            if ast.unparse(call.func) == "setattr" and base(call.args[0]) in names:
+            changes = isinstance(call.func, ast.Attribute) and call.func.attr in CHANGING and base(call.func) in names
+            if changes or (ast.unparse(call.func) == "setattr" and base(call.args[0]) in names):
                 yield ast.unparse(call)
 
 

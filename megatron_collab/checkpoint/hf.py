@@ -168,10 +168,10 @@ class HFWriter:
         for file in source.iterdir():
             if file.is_file() and not _WEIGHT_FILE.fullmatch(file.name):
                 shutil.copy2(file, self._folder)
-        config = dict(parse_settings(read_text(source / "config.json")))
-        config.pop("torch_dtype", None)  # the name in transformers 4
-        config["dtype"] = str(self._dtype).removeprefix("torch.")
-        (self._folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        content = dict(parse_settings(read_text(source / "config.json")))
+        content.pop("torch_dtype", None)  # the name in transformers 4
+        content["dtype"] = str(self._dtype).removeprefix("torch.")
+        (self._folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
         if len(self._files) > 1:
             total = sum(prod(shape) for shape in self._shapes.values()) * self._dtype.itemsize
             index = {"metadata": {"total_size": total}, "weight_map": self._file_of}

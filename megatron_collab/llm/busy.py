@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 Span = tuple[float, float]  # begin and end, in seconds since the epoch
 Spans = Mapping[str, Sequence[Span]]  # by the URL of a server
-_MOST = 10_000  # spans that are kept of a server; older ones are dropped, as in a chat, which takes none
+_GAP = 0.05  # seconds between two calls that are not idle: spans with less between them are one
+_MOST = 100_000  # spans of a server that are kept, with more than an hour between them; a chat never asks for them
 
 
 class BusySpans:
@@ -32,17 +33,20 @@ class BusySpans:
         finally:
             self._in_flight[url] -= 1
             if not self._in_flight[url]:
-                self._spans[url].append((self._since[url], self._clock()))
+                spans, begin = self._spans[url], self._since[url]
+                if spans and 0 <= begin - spans[-1][1] < _GAP:
+                    begin, _ = spans.pop()
+                spans.append((begin, self._clock()))
 
-    def take(self) -> dict[str, list[Span]]:
-        """The spans since the last call, in order; one that goes on ends now, and another begins."""
+    def since(self, begin: float) -> dict[str, list[Span]]:
+        """The spans that end after `begin`, in order, also those that go on; earlier ones are forgotten."""
+        for spans in self._spans.values():
+            while spans and spans[0][1] <= begin:
+                spans.popleft()
         now = self._clock()
-        for url in +self._in_flight:
-            self._spans[url].append((self._since[url], now))
-            self._since[url] = now
-        ended = {url: [*spans] for url, spans in self._spans.items()}
-        self._spans.clear()
-        return ended
+        open_spans = {url: [(self._since[url], now)] for url in +self._in_flight}
+        urls = {url for url, spans in self._spans.items() if spans} | {*open_spans}
+        return {url: [*self._spans[url], *open_spans.get(url, ())] for url in urls}
 
 
 def idle_share(processes: Sequence[Spans], urls: Sequence[str], begin: float, end: float) -> float:

@@ -142,16 +142,17 @@ class Servers(ExitStack):
 
         `seconds`: of the step's stages, which end now, see Stopwatch.read. `idle/trainer`: the stages rollout and
         evaluation, in which the ranks wait for conversations. `idle/servers`: see llm/busy.py; a server that is being
-        restarted is idle. It is absent on ranks other than 0, without servers, and if a worker does not answer.
+        restarted is idle. It is absent on ranks other than 0, without servers, and if a worker does not answer. It
+        lacks the calls of a worker before Ray restarted it.
         """
         step = sum(seconds.values())
         if not step:
             return {}
         waited = sum(seconds.get(f"seconds/{stage}", 0.0) for stage in ("rollout", "evaluation"))
         shares = {"idle/trainer": waited / step}
-        spans = self.workers.take_busy(_SPANS_SECONDS) if self.workers else None
+        now = time.time()
+        spans = self.workers.busy_since(now - step, _SPANS_SECONDS) if self.workers else None
         if spans is not None and self.pool and (urls := [server.url for server in self.pool.servers]):
-            now = time.time()
             shares["idle/servers"] = idle_share(spans, urls, now - step, now)
         return shares
 

@@ -147,9 +147,9 @@ class ConversationWorker:
                 counters.clear()
         return dict(totals)
 
-    async def take_busy(self) -> list[Spans]:
-        """When calls to the policy's servers were in flight since the last call: turns, and users that it plays."""
-        return [part.busy.take() for part in (self.router, self.client) if part]
+    async def busy_since(self, begin: float) -> list[Spans]:
+        """When calls to the policy's servers were in flight since `begin`: turns, and users that it plays."""
+        return [part.busy.since(begin) for part in (self.router, self.client) if part]
 
     def _player(self, eval_set: EvaluationSet | None) -> Player:
         """The player of training (None) or of an evaluation set; players share connections and reward workers."""
@@ -241,9 +241,10 @@ class Workers:
                 results.append(self.ray.get(reference))
         return results
 
-    def take_busy(self, seconds: float) -> list[Spans] | None:
-        """See ConversationWorker.take_busy, of all of them; None if one does not answer within `seconds`."""
-        answers = self.available_results([player.take_busy.remote() for player in self.conversations], seconds)
+    def busy_since(self, begin: float, seconds: float) -> list[Spans] | None:
+        """See ConversationWorker.busy_since, of all of them; None if one does not answer within `seconds`."""
+        calls = [player.busy_since.remote(begin) for player in self.conversations]
+        answers = self.available_results(calls, seconds)
         return [spans for answer in answers for spans in answer] if len(answers) == len(self.conversations) else None
 
     def stop(self) -> None:

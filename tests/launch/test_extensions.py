@@ -234,7 +234,7 @@ def test_a_metric_is_made_as_in_a_worker(tmp_path: Path, capfd: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_file_of_tools_that_grows_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its interpolations double 40 times; what takes less is bounded in tests/config/test_documents.py."""
+    """Its interpolations double 40 times; what takes less is bounded in tests/settings/test_documents.py."""
     monkeypatch.setattr(extensions, "SECONDS", 3.0)
     doubled = "".join(f"a{n}: ['${{a{n - 1}}}', '${{a{n - 1}}}']\n" for n in range(1, 40))
     (tmp_path / "tools.yaml").write_text(f"a0: [x]\n{doubled}tools: ${{a39}}\n")

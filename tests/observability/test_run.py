@@ -109,7 +109,7 @@ def test_writers_get_conversations_of_some_steps(tmp_path: Path) -> None:
     settings.train.steps, settings.train.eval_every, settings.train.checkpoint_every = 8, 2, 3
     (rollout,) = group().rollouts
     large = replace(group(), rollouts=(replace(rollout, futures=rollout.futures * 3),) * 6)
-    with Run(settings, settings.train, 0, {}, {}) as run:
+    with Run(run_record(settings), settings.train, 0, {}, {}) as run:
         for step in range(8):
             run.transcripts(step, [large] * 3 if step else [group()])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

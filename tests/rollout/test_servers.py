@@ -485,7 +485,7 @@ def test_idle_shares_of_a_step(monkeypatch: pytest.MonkeyPatch, stage: Callable[
     ]
     monkeypatch.setattr("megatron_collab.rollout.servers.time.time", lambda: 100.0)
     assert run.of_run.idle_shares(seconds) == {"idle/trainer": 0.6}, "on another rank than 0"
-    run.of_run.workers = SimpleNamespace(take_busy=lambda seconds: answers.pop(0))  # type: ignore[assignment]
+    run.of_run.workers = SimpleNamespace(busy_since=lambda begin, seconds: begin == 90.0 and answers.pop(0))  # type: ignore[assignment]
     expected = {"idle/trainer": 0.6, "idle/servers": 1 - 7 / 20}  # from 90 to 97 of the 10 s until 100, of one of two
     assert run.of_run.idle_shares(seconds) == pytest.approx(expected)
     assert run.of_run.idle_shares(seconds) == {"idle/trainer": 0.6}, "a worker did not answer"

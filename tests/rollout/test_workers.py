@@ -303,7 +303,7 @@ def test_a_conversation_worker_samples_from_its_servers(
     assert counted["servers_lost"] == 0
     assert (counted["user/guest/turns"], counted["user/guest/turn_limit"]) == (4 * 3 * 2, 4 * 3)
     assert workers.available_results([reward.take_counters.remote() for reward in workers.rewards], 60) == [{}]
-    spans = workers.take_busy(60)
+    spans = workers.busy_since(0.0, 60)
     assert spans is not None and [[*of_client] for of_client in spans] == [[server], []], "turns, and no user's"
     assert all(began < first < last < time.time() for first, last in spans[0][server])
     llm_group = ray.get(worker.play.remote(replace(task, user="llm"), "train-0-1"), timeout=60)

@@ -50,7 +50,8 @@ class Writer(Extension):
     def __init__(self, options: Any, run: RunConfig, settings: Mapping[str, Any], start: int) -> None:
         """Open it for a run that starts or resumes at step `start`.
 
-        `run`: the options run.NAME, such as run.dir; `settings`: all settings by group and name, without keys.
+        `run`: the options run.NAME, such as run.dir; `settings`: `program`, and all settings by group and name, without
+        keys.
         """
         super().__init__(options)
 
@@ -93,9 +94,8 @@ class Writers:
     def __init__(self, record: RunRecord, start: int) -> None:
         with keys.in_environment("WANDB_API_KEY"):
             kinds = writer_kinds(record.run)
-        settings = redacted(record.settings)
         self._threads = [
-            _WriterThread(name, partial(kind, options, record.run, settings, start), kind.key_names)
+            _WriterThread(name, partial(kind, options, record.run, redacted(record.settings), start), kind.key_names)
             for name, (kind, options) in kinds.items()
         ]
         deadline = time.monotonic() + _OPEN_SECONDS
