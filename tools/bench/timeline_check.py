@@ -21,7 +21,7 @@ sampled with its seed, and the real users answer. It knows nothing of the CPU ti
     server_busy     simulated share of sampling in which the server computes; a run does not measure it
     load            processes that waited for a processor or had one, on average over the last minute of a run
 
-Values are medians of the rounds. --smoke: a random model, 3 steps of `quickstart`. The last line is one JSON object.
+Values are medians of the rounds. --smoke: 3 small steps of `quickstart`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ from tools.bench.timeline import Simulation  # noqa: E402
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=60", "optim.warmup_steps=10"]
 RL = ["experiment=booking", "data.eval=null", "train.checkpoint_every=1000"]
-RANDOM = ["train.prompts_per_step=2", "reward.malformed=null", "reward.weights.token_amount=-0.01"]
 CASES = {"quickstart": [], "futures": ["rollout.futures=6"]}
 BATCHES, PROMPTS, SAMPLED = (1, 4, 16, 64, 128), (16, 64), (1, 24)
 WORDS = range(8, 60)  # of the booking world; lower tokens are control tokens
@@ -211,7 +210,7 @@ def simulate(settings: Sequence[str], serving: ServingSpec, roofline: Roofline, 
         for line in lines:
             busy, prefilled = server.busy, server.prefilled
             batch, seconds = simulation.sample(int(line["step"]))
-            if batch.metrics["reward"] != line["reward"]:
+            if abs(batch.metrics["reward"] - line["reward"]) > 0.01:  # a special token is no part of a text
                 sys.exit(f"step {line['step']}: simulated other conversations than those of the run")
             simulation.rollouts.learned({"step": line["step"]})
             steps.append((seconds, server.busy - busy, server.prefilled - prefilled))
@@ -253,15 +252,17 @@ def check(settings: Sequence[str], folder: Path, repeats: int) -> dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case [%(default)s]")
-    parser.add_argument("--smoke", action="store_true", help="a random model, 3 steps: shows that it runs, no figures")
+    parser.add_argument("--smoke", action="store_true", help="3 small steps: shows that it runs, no figures")
     options = parser.parse_args()
-    rounds, steps, cases = (1, 3, ["quickstart"]) if options.smoke else (options.rounds, 12, [*CASES])
+    rounds, steps, prompts, cases = options.rounds, 12, 16, [*CASES]
+    if options.smoke:
+        rounds, steps, prompts, cases = 1, 3, 2, cases[:1]
     values = defaultdict[str, list[float]](list)
     with TemporaryDirectory() as root:
         dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
         world = f"data.dir={root}/world"
-        train(*SFT, *(["train.steps=2", "optim.warmup_steps=1"] if options.smoke else []), world, f"run.dir={root}/sft")
-        model = [world, f"model.path={root}/sft/hf", f"train.steps={steps}", *(RANDOM if options.smoke else [])]
+        train(*SFT, world, f"run.dir={root}/sft")
+        model = [world, f"model.path={root}/sft/hf", f"train.steps={steps}", f"train.prompts_per_step={prompts}"]
         for number, case in product(range(rounds), cases):
             settings = [*RL, *model, *CASES[case]]
             for name, value in check(settings, Path(f"{root}/{case}{number}"), 1 if options.smoke else REPEATS).items():
