@@ -213,9 +213,9 @@ def written_settings(tree: ast.Module) -> Iterator[str]:
         for target, value in assignments(function):
             if isinstance(target, ast.Attribute | ast.Subscript) and base(target) in names:
                 yield ast.unparse(target)
-            made = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
+            constructed = isinstance(value, ast.Call) and kind.fullmatch(ast.unparse(value.func))
             part = isinstance(value, ast.Attribute | ast.Subscript) and base(value) in names
-            if isinstance(target, ast.Name) and (made or part):
+            if isinstance(target, ast.Name) and (constructed or part):
                 names.add(target.id)
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             changes = isinstance(call.func, ast.Attribute) and call.func.attr in CHANGING and base(call.func) in names
