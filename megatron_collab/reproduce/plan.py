@@ -123,12 +123,13 @@ class Stage:
 def chains(study: Study, options: StudyOptions, task: str) -> list[Chain]:
     """The chains of a task, one for each training seed.
 
-    In a study of several trainings each has its folder, also if only one is planned, so that others can be added.
+    In a study of several trainings, or of which the first seed is set, each has its folder, also if only one is
+    planned, so that others can be added.
     """
-    if study.train_seeds == options.train_seeds == 1 and not study.first_seed:
+    if study.train_seeds == options.train_seeds == 1 and study.first_seed is None:
         return [Chain(task, task, None)]
-    seeds = range(study.first_seed, study.first_seed + options.train_seeds)
-    return [Chain(task, f"{task}/seed{seed}", seed) for seed in seeds]
+    first = study.first_seed or 0
+    return [Chain(task, f"{task}/seed{seed}", seed) for seed in range(first, first + options.train_seeds)]
 
 
 def stages(study: Study, options: StudyOptions) -> list[Stage]:

@@ -45,6 +45,7 @@ def run(study: Study, options: StudyOptions, stages: Sequence[Stage], budget: fl
     try:
         with FileLock(options.out / ".lock", timeout=0):
             _check_same(options.out, stages)
+            _name_unmoved(options.out, stages)
             return asyncio.run(_StudyRun(study, options, stages, budget, jobs).run())
     except Timeout:
         raise ConfigError(f"--out={options.out}: this study is running; choose another folder") from None
@@ -142,6 +143,16 @@ def _check_same(out: Path, stages: Sequence[Stage]) -> None:
             same = _result_arguments(before["arguments"]) == _result_arguments(stage.arguments)
             message = "was run with other settings; choose another folder, or remove this one"
             require(same, f"--out={out}: {stage.title} {message}")
+
+
+def _name_unmoved(out: Path, stages: Sequence[Stage]) -> None:
+    """Log which programs of a task have no folder of a training seed, as those of an earlier version, and run again."""
+    chains = {stage.chain.task: stage.chain for stage in reversed(stages)}  # the first of each task
+    for task, chain in chains.items():
+        names = [stage.name for stage in stages if stage.chain == chain and (out / task / stage.name).is_dir()]
+        if names and not (out / chain.title).exists():
+            hint = f"move them into {out / chain.title} by hand if their seed is {chain.seed}, else they run again"
+            logger.warning(f"{out / task}: {', '.join(names)}: in no folder of a training seed; {hint}")
 
 
 def _result_arguments(arguments: Sequence[str]) -> list[str]:

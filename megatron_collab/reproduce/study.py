@@ -100,7 +100,8 @@ class Arm:
 class Study:
     """`settings` apply to every program, `build` to the one that builds conversations, `evaluate` to evaluated sets.
 
-    Every arm is trained with `train_seeds` seeds (run.seed), of which the first is `first_seed`.
+    Every arm is trained with `train_seeds` seeds (run.seed), of which the first is `first_seed`, or 0.
+    The programs of a single training have no seed unless `first_seed` is set.
     """
 
     name: str
@@ -110,7 +111,7 @@ class Study:
     arms: Mapping[str, Arm]
     settings: Sequence[str] = ()
     train_seeds: int = 1
-    first_seed: int = 0
+    first_seed: int | None = None
     evaluate: Mapping[str, Any] = field(default_factory=dict)
     build: Sequence[str] = ()
     equal: Sequence[str] = ()
@@ -150,7 +151,7 @@ def read(name_or_file: str) -> Study:
     for name, task in tasks.items():
         _check_sets(f"STUDY={name_or_file}: tasks.{name}", task)
     message = f"STUDY={name_or_file}: train_seeds={study.train_seeds}, first_seed={study.first_seed}"
-    require(study.train_seeds >= 1 and study.first_seed >= 0, f"{message}: must be at least 1 and 0")
+    require(study.train_seeds >= 1 and (study.first_seed or 0) >= 0, f"{message}: must be at least 1 and 0")
     return study
 
 

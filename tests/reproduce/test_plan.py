@@ -12,7 +12,7 @@ import pytest
 
 from megatron_collab.launch.data_specs import evaluation_data
 from megatron_collab.reproduce.__main__ import main
-from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, stages
+from megatron_collab.reproduce.plan import BUILD, EVALUATE, PREPARE, TRAIN, Stage, StudyOptions, chains, stages
 from megatron_collab.reproduce.study import Arm, Column, Study, known, read, select
 from megatron_collab.settings import ConfigError
 
@@ -180,6 +180,8 @@ def test_each_training_seed_has_its_folder() -> None:
     assert stages(study, options(study, arms=["sft"]))[0].title == "booking/seed0/base"
     later = stages(replace(study, first_seed=4), options(study, arms=["sft"], train_seeds=2))
     assert {stage.chain.title for stage in later} == {"booking/seed4", "booking/seed5"}
+    (first,) = chains(replace(one_training(), first_seed=0), options(study), "booking")
+    assert first == ("booking", "booking/seed0", 0), "also if the first seed is set to 0"
     with pytest.raises(ConfigError, match=r"run\.seed=7: the training seeds set it; leave it out"):
         stages(study, options(study, settings=("run.seed=7",)))
 

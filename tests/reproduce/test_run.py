@@ -189,6 +189,17 @@ def test_trainings_run_side_by_side_and_the_page_has_all(monkeypatch: pytest.Mon
     assert row["problems"] == 4 and row["seeds"] == [50.0, 50.0] and row["pass@2"]["low"] is None
 
 
+def test_programs_that_lie_in_no_folder_of_a_seed_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = replace(small(), train_seeds=2)
+    (tmp_path / "sums" / "sft").mkdir(parents=True)
+    hint = f"{tmp_path}/sums: sft: in no folder of a training seed; move them into {tmp_path}/sums/seed0 by hand if"
+    for number in (1, 0):
+        assert start(monkeypatch, tmp_path, Programs(), study=study)[0] == 0
+        assert capsys.readouterr().err.count(hint) == number
+
+
 def write_training(folder: Path, tokens: float | None) -> None:
     """A finished training of two steps."""
     folder.mkdir(parents=True)

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_collab.reproduce.plan import StudyOptions, chains
+from megatron_collab.reproduce.results import ArmResult
+from megatron_collab.reproduce.study import Column, Study
 from megatron_collab.statistics import difference, mean
 from tools.bench import evidence
 from tools.bench.evidence import Trainings
@@ -83,6 +86,44 @@ def test_the_table_has_predictions_and_results_side_by_side(trainings: Trainings
     assert rows[5][1] == mean([[0.7], [0.8], [0.9]]).text() and rows[5][3].startswith("+0.100 [")
 
 
+def test_regret_and_the_rows_of_the_summary_are_of_the_same_trainings(trainings: Trainings) -> None:
+    """Neither a training without the compared arms nor one with another reward of the turn alone moves a row."""
+    easier = {**PREDICTED, "optimal": {key: 1.0 for key in PREDICTED["optimal"]}}
+    first, sft = trainings.seeds["seed1"], arm({"a": 0.9})
+    part = {"predicted": easier, "arms": {"sft": sft, "window_1": arm({"a": 0.6})}}
+    other = {"predicted": easier, "arms": {"sft": sft, "single_turn": arm({"a": 0.2}), "window_3": arm({"a": 0.3})}}
+    cost, both = "cost_0.10", Trainings({"seed1": first, "seed2": part, "seed3": other})
+    table = [*evidence.summary({cost: trainings})]
+    assert "| right, plus a tuned bonus for asking | 0.700 |" in table and table[-1] == "| training seeds | 1 |"
+    assert [*evidence.summary({cost: both})] == table
+    assert [*evidence.summary({cost: both, "cost_0.20": Trainings({"seed2": part})})] == table
+    assert evidence.values({cost: both}) == evidence.values({cost: trainings})
+    (alone,) = (line for line in evidence.summary({cost: Trainings({"seed3": other})}) if "utility of the turn" in line)
+    assert alone == "| utility of the turn | 0.200 |"
+    assert not [*evidence.summary({cost: Trainings({"seed2": part})})]
+    rows = [line.split(" | ") for line in evidence.tables({cost: both}) if line.startswith("| ")]
+    regrets = {row[0].removeprefix("| "): (row[2], row[3]) for row in rows}
+    assert regrets["GRPO-MR, window 1 (1)"] == ("0.400", ""), "from its own optimum; no training has it and the bonus"
+    assert regrets["Single turn, best bonus (1)"] == ("0.200", "")
+
+
+def test_trainings_of_any_seed_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also of seeds that the study would not train by itself."""
+    for name in ("seed2", "seed11", "seed_notes"):
+        (tmp_path / "cost_0.10" / name / "world").mkdir(parents=True)
+        (tmp_path / "cost_0.10" / name / "world" / "predictions_0.10.json").write_text(json.dumps(PREDICTED))
+
+    def utility(study: Study, options: StudyOptions, task: str, arm: str) -> list[ArmResult | None] | None:
+        (chain,) = chains(study, options, task)
+        column = Column("desk_utility", "utility", set="goals")
+        result = ArmResult(column, mean([[0.5]]), (0.5,), {chain.title: {"a": [0.5]}}, 0)
+        return [result, None] if arm == "sft" else [None] if arm == "bonus" else None
+
+    monkeypatch.setattr(evidence, "results_of", utility)
+    read = {chain.title: [*content["arms"]] for chain, content in evidence.results(tmp_path)}
+    assert read == {"cost_0.10/seed2": ["sft"], "cost_0.10/seed11": ["sft"]}
+
+
 def test_arms_can_be_added_later_if_their_start_is_the_same(tmp_path: Path) -> None:
     file = tmp_path / "seed1.json"
     sft, bonus, window_1 = ({"sft": arm({"a": 0.1})}, {"bonus": arm({"a": 0.2})}, {"window_1": arm({"a": 0.3})})
@@ -100,3 +141,9 @@ def test_arms_can_be_added_later_if_their_start_is_the_same(tmp_path: Path) -> N
         evidence.update(file, {"predicted": PREDICTED, "arms": window_1}, "later")
     evidence.update(file, {"predicted": PREDICTED, "arms": other | bonus | window_1}, "later")
     assert json.loads(file.read_text())["arms"]["sft"]["utility"] == {"a": 0.4}
+    another = {policy: {key: 1.0 for key in row} for policy, row in PREDICTED.items()}
+    with pytest.raises(SystemExit, match="bonus: trained in a world with other predictions; train them too, or"):
+        evidence.update(file, {"predicted": another, "arms": other | window_1}, "later")
+    assert json.loads(file.read_text())["predicted"] == PREDICTED
+    evidence.update(file, {"predicted": another, "arms": other | bonus | window_1}, "later")
+    assert json.loads(file.read_text())["predicted"] == another

@@ -1,17 +1,17 @@
 """The evidence for multiturn-aware reward, from the results in docs/evidence/: `python tools/bench/evidence.py`.
 
-With `--runs runs/desk`, the folder of `megatron-collab reproduce desk`, every training there is first written to
-docs/evidence/TASK/seedK.json: what was predicted, the mean scores of its arms, the utility of every problem, what the
-training took, date, versions and the commit. Arms may be added later, even one by one: those that a file has stay in
-it, and are refused only if the arm that they start from now has other results. From all files in docs/evidence, those
-of earlier runs too, the tables in docs/evidence.md and README.md and docs/figures/evidence.svg are made anew. --smoke
-changes nothing.
+With `--runs runs/desk`, the folder of `megatron-collab reproduce desk`, every training in a TASK/seedK there is first
+written to docs/evidence/TASK/seedK.json: what was predicted, the mean scores of its arms, the utility of every problem,
+what the training took, date, versions and the commit. Arms may be added later, even one by one: those that a file has
+stay in it, and are refused only if the arm that they start from now has other results, or the world other predictions.
+From all files in docs/evidence, those of earlier runs too, the tables in docs/evidence.md and README.md and
+docs/figures/evidence.svg are made anew. --smoke changes nothing.
 
 Values, at the cost that is worst for us: `mr_minus_best_single_turn`, the primary difference, which is the utility of
 GRPO-MR with window 3 less that of the better arm that is rewarded for the turn alone; `interval_low`, the lower end of
-its interval; `regret_over_myopic`, the ratio of their regrets, all over the trainings that have both arms. From the
-last lines of other benches, in docs/evidence/:
-`futures_saved`, `planted_hacks_caught`, `overfit_caught`. The last line is one JSON object.
+its interval; `regret_over_myopic`, the ratio of their regrets, all over the trainings that have both arms and SFT. From
+the last lines of other benches, in docs/evidence/: `futures_saved`, `planted_hacks_caught`, `overfit_caught`. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from math import isnan, nan
@@ -45,7 +45,7 @@ STUDY = studies.read("desk")
 BEGIN, END = "<!-- tables: tools/bench/evidence.py -->", "<!-- end of the tables -->"
 MEASURE = "goals/desk_utility"  # the primary one
 MYOPIC, MULTITURN = "bonus", "window_3"  # the arms of the primary comparison
-TURN_ALONE = ("single_turn", MYOPIC)
+TURN_ALONE = {"single_turn": "utility of the turn", MYOPIC: "right, plus a tuned bonus for asking"}  # its rewards
 KEPT = {"estimator": ("futures_saved",), "sentinels": ("planted_hacks_caught", "overfit_caught")}  # by bench
 OPTIMAL, BEST_BONUS = "optimal", "single turn, best bonus"  # predictions
 PREDICTED = ("desk_utility_incomplete", "desk_right", "desk_questions", "desk_needless")
@@ -80,6 +80,17 @@ class Trainings:
         """The trainings that have all of `arms`."""
         return Trainings({name: seed for name, seed in self.seeds.items() if all(arm in seed["arms"] for arm in arms)})
 
+    def compared(self) -> tuple[str, Trainings] | None:
+        """The better arm that is rewarded for the turn alone, and the trainings that have it, window 3 and SFT.
+
+        None if there are no such trainings.
+        """
+        rivals = [arm for arm in TURN_ALONE if self.with_arms("sft", arm, MULTITURN).seeds]
+        if not rivals:
+            return None
+        rival = rivals[0] if len(rivals) > 1 and self.gain(*rivals).value > 0 else rivals[-1]
+        return rival, self.with_arms("sft", rival, MULTITURN)
+
     def gain(self, arm: str, over: str) -> Estimate:
         """The difference in utility, paired by training and problem."""
         return difference_of_seeds(*self.utilities(over, arm))
@@ -108,15 +119,17 @@ def read() -> dict[str, Trainings]:
 
 
 def results(runs: Path) -> Iterator[tuple[Chain, dict[str, Any]]]:
-    """Predictions and arms of each training in `runs`, the folder of the study."""
-    options = StudyOptions(runs, [*STUDY.tasks], [*STUDY.arms], STUDY.model, seeds=1, train_seeds=STUDY.train_seeds)
+    """Predictions and arms of each training in `runs`, the folder of the study, whatever its seed."""
+    options = StudyOptions(runs, [*STUDY.tasks], [*STUDY.arms], STUDY.model, seeds=1, train_seeds=1)
     for name, task in STUDY.tasks.items():
-        by_arm = {arm: columns for arm in STUDY.arms if (columns := results_of(STUDY, options, name, arm))}
-        for chain in chains(STUDY, options, name):
+        seeds = (folder.name.removeprefix("seed") for folder in (runs / name).glob("seed*"))
+        for seed in sorted(int(seed) for seed in seeds if seed.isdecimal()):
+            study = replace(STUDY, first_seed=seed)
+            [chain] = chains(study, options, name)
             arms = {
                 arm: _arm(columns, chain.title) | asdict(training_effort(runs / chain.title / arm))
-                for arm, columns in by_arm.items()
-                if any(result and chain.title in result.scores for result in columns)
+                for arm in STUDY.arms
+                if any(columns := results_of(study, options, name, arm) or ())
             }
             if arms:
                 predicted = json.loads((runs / chain.title / str(task.reference)).read_text())
@@ -125,7 +138,7 @@ def results(runs: Path) -> Iterator[tuple[Chain, dict[str, Any]]]:
 
 def _arm(columns: Sequence[ArmResult | None], training: str) -> dict[str, Any]:
     """The mean score of each column in a training, and the utility of each problem."""
-    scores = {result.column.key: result.scores[training] for result in columns if result and training in result.scores}
+    scores = {result.column.key: result.scores[training] for result in columns if result}
     means = {key: round(mean(tasks.values()).value, 5) for key, tasks in scores.items()}
     utility = {task: round(fmean(values), 5) for task, values in scores[MEASURE].items()}
     return {"means": means, "utility": utility}
@@ -134,7 +147,8 @@ def _arm(columns: Sequence[ArmResult | None], training: str) -> dict[str, Any]:
 def update(file: Path, content: dict[str, Any], commit: str) -> None:
     """Write predictions and arms; arms that `file` has besides stay, and those with equal results keep their commit.
 
-    Exits if one that would stay started from an arm whose results are others now: they would not be comparable.
+    Exits if one that would stay started from an arm whose results are others now, or was trained in a world with other
+    predictions: they would not be comparable.
     """
     before = json.loads(file.read_text()) if file.is_file() else {"arms": {}}
     for arm in content["arms"]:
@@ -146,7 +160,11 @@ def update(file: Path, content: dict[str, Any], commit: str) -> None:
         "versions": {package: version(package) for package in PACKAGES},
     }
     new = {arm: result | origin for arm, result in content["arms"].items() if _changed(before["arms"].get(arm), result)}
-    for arm in before["arms"].keys() - content["arms"].keys():
+    staying = before["arms"].keys() - content["arms"].keys()
+    if staying and before["predicted"] != content["predicted"]:
+        names = ",".join(sorted(staying))
+        sys.exit(f"{file}: {names}: trained in a world with other predictions; train them too, or remove the file")
+    for arm in staying:
         start = STUDY.arms[arm].start
         if start in before["arms"] and start in new:
             sys.exit(f"{file}: {arm} started from another {start} than the new arms; train {arm} too, or remove it")
@@ -163,7 +181,6 @@ def tables(tasks: Mapping[str, Trainings]) -> Iterator[str]:
     for name, trainings in tasks.items():
         if not trainings.arms:
             continue
-        optimal = trainings.predicted(OPTIMAL, MEASURE)
         yield from ("", f"### {STUDY.tasks[name].title}", "")
         number, problems = len(trainings.seeds), max(map(len, trainings.utilities(trainings.arms[0])[0]))
         yield f"{number} training{'s' * (number > 1)}; of {problems} problems of each, half are incomplete."
@@ -171,16 +188,17 @@ def tables(tasks: Mapping[str, Trainings]) -> Iterator[str]:
         for policy in next(iter(trainings.seeds.values()))["predicted"]:
             reached = trainings.predicted(policy, MEASURE)
             shown = [f"{trainings.predicted(policy, f'goals/{key}'):.3f}" for key in PREDICTED]
-            cells = [f"{reached:.3f}", f"{optimal - reached:.3f}", "", *shown, *[""] * (len(MEASURED) + 2)]
+            regret = trainings.predicted(OPTIMAL, MEASURE) - reached
+            cells = [f"{reached:.3f}", f"{regret:.3f}", "", *shown, *[""] * (len(MEASURED) + 2)]
             yield f"| {policy}, predicted | {' | '.join(cells)} |"
         for arm in trainings.arms:
             utility = trainings.utility(arm)
-            gain = (
-                trainings.gain(arm, MYOPIC).text("{:+.3f}".format) if MYOPIC in trainings.arms and arm != MYOPIC else ""
-            )
+            regret = trainings.with_arms(arm).predicted(OPTIMAL, MEASURE) - utility.value
+            compared = arm != MYOPIC and trainings.with_arms(arm, MYOPIC).seeds
+            gain = trainings.gain(arm, MYOPIC).text("{:+.3f}".format) if compared else ""
             shown = [f"{trainings.mean(arm, f'goals/{key}'):.3f}" for key in (*PREDICTED, *MEASURED)]
             effort = [_whole(trainings.effort(arm, key)) for key in ("optimizer_steps", "sampled_tokens")]
-            cells = [utility.text(), f"{optimal - utility.value:.3f}", gain, *shown, *effort]
+            cells = [utility.text(), f"{regret:.3f}", gain, *shown, *effort]
             yield f"| {STUDY.arms[arm].title} ({trainings.number(arm)}) | {' | '.join(cells)} |"
 
 
@@ -189,17 +207,20 @@ def _whole(value: float) -> str:
 
 
 def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
-    """The table of README.md, a column for each cost."""
-    shown = [trainings for trainings in tasks.values() if MULTITURN in trainings.arms]
-    titles = [STUDY.tasks[name].title for name, trainings in tasks.items() if trainings in shown]
+    """The table of README.md, a column for each cost; all of its rows are means over the same trainings."""
+    compared = {STUDY.tasks[name].title: pair for name, trainings in tasks.items() if (pair := trainings.compared())}
+    if not compared:
+        return
+    titles, shown = compared.keys(), [trainings for _, trainings in compared.values()]
+    rivals = dict.fromkeys(rival for rival, _ in compared.values())
     rows = {
         f"{OPTIMAL}, predicted": [f"{trainings.predicted(OPTIMAL, MEASURE):.3f}" for trainings in shown],
         "best reward of the turn alone, predicted": [f"{t.predicted(BEST_BONUS, MEASURE):.3f}" for t in shown],
         "SFT": [f"{trainings.utility('sft').value:.3f}" for trainings in shown],
-        "right, plus a tuned bonus": [f"{trainings.utility(MYOPIC).value:.3f}" for trainings in shown],
-        "MR, window 3": [f"{trainings.utility(MULTITURN).value:.3f}" for trainings in shown],
-        "MR over the bonus [95 %]": [t.gain(MULTITURN, MYOPIC).text("{:+.3f}".format) for t in shown],
-        "training seeds": [f"{trainings.number(MULTITURN)}" for trainings in shown],
+        " or ".join(TURN_ALONE[rival] for rival in rivals): [f"{t.utility(r).value:.3f}" for r, t in compared.values()],
+        "MR, 3 futures of 3 user turns": [f"{trainings.utility(MULTITURN).value:.3f}" for trainings in shown],
+        "MR over the turn alone [95 %]": [t.gain(MULTITURN, r).text("{:+.3f}".format) for r, t in compared.values()],
+        "training seeds": [f"{len(trainings.seeds)}" for trainings in shown],
     }
     yield from ("", f"| | {' | '.join(titles)} |", "|---" * (len(shown) + 1) + "|")
     yield from (f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items())
@@ -240,11 +261,9 @@ def values(tasks: Mapping[str, Trainings]) -> dict[str, float]:
     """The values that the bench prints; those of the comparison if there are results of both sides."""
     gains, regrets = list[Estimate](), list[float]()
     for trainings in tasks.values():
-        rivals = [arm for arm in TURN_ALONE if arm in trainings.arms]
-        if rivals and MULTITURN in trainings.arms:
-            rival = rivals[0] if len(rivals) > 1 and trainings.gain(*rivals).value > 0 else rivals[-1]
-            gains.append(trainings.gain(MULTITURN, rival))
-            shared = trainings.with_arms(MULTITURN, rival)
+        if compared := trainings.compared():
+            rival, shared = compared
+            gains.append(shared.gain(MULTITURN, rival))
             optimal = shared.predicted(OPTIMAL, MEASURE)
             regret, of_rival = (optimal - shared.utility(arm).value for arm in (MULTITURN, rival))
             regrets.append(regret / of_rival)

@@ -14,7 +14,7 @@ sampled with its seed, and the real users answer. It knows nothing of the CPU ti
     sampling_over_measured   simulated seconds of a step's sampling over `seconds/rollout` of the run: the median over
                     steps, without the first two; `sampling_least`, `sampling_most`: of the rounds
     step_over_measured   the same of whole steps, of which only sampling is simulated: update and publish are taken as
-                    measured, since planning/ has no times of a CPU
+                    measured, since planning/ has no times of a CPU, which pulls the ratio towards 1
     server_cpu_over_measured   CPU seconds of the server in these steps, simulated with costs in CPU seconds, over those
                     that its processes took in the run; a busy machine changes both less than it changes seconds
     prefill_over_measured   tokens of prompts that the server computed, of all steps
