@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import dropwhile
@@ -252,14 +253,17 @@ class ChatRenderer:
     def _check_last_reply(self) -> None:
         """Raises ValueError if `end_id` does not end the last reply of a conversation too, and so marks a next message.
 
-        Some templates write the token there only if they then open a reply.
+        Some templates write the token there only if they then open a reply; others show no such conversation.
         """
         question, reply = Message("user", "x"), Message("assistant", _MARKER)
-        whole = self._render([question, reply], add_generation_prompt=False)
         opening = self._render([question]).removeprefix(self._render([question], add_generation_prompt=False))
-        opened = self._render([question, reply]).removesuffix(opening)
-        ends = [self.tokens(text.partition(_MARKER)[2].removeprefix(self._trail))[:1] for text in (whole, opened)]
-        if (self.end_id,) not in ends:
+        ends = []
+        for opens in (False, True):
+            with suppress(ValueError):  # the template refuses it
+                text = self._render([question, reply], add_generation_prompt=opens)
+                text = text.removesuffix(opening if opens else "").partition(_MARKER)[2].removeprefix(self._trail)
+                ends.append(self.tokens(text)[:1])
+        if ends and (self.end_id,) not in ends:
             mark = self.tokenizer.decode([self.end_id])
             fault = f"ends a reply with {mark!r} only if a message follows"
             raise self._unfit_error(fault, "give one that ends every reply with the same token")

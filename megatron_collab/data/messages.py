@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any
 
@@ -20,10 +20,15 @@ _ROLES |= {"developer": "system", "human": "user", "gpt": "assistant"}
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names that servers give to the thought of a reply
 _TOOLS = ("tools", "tool_defs")  # columns of schemas: OpenAI's fine-tuning format, and that of verifiers' exports
 # Keys that say whether a message is trained, as 0 and 1 or as false and true: of OpenAI, verl, slime, ms-swift (two),
-# tinker-cookbook and Axolotl (two).
+# tinker-cookbook and verl, and Axolotl (two).
 _TRAINED = ("weight", "loss_mask", "step_loss_mask", "loss", "loss_scale", "trainable", "train", "training")
+_NULL_MASKS = "step_loss_mask"  # slime excludes a message where it is null; others take null for a missing key
 _TRAINED_PARTS = "train_detail"  # Axolotl's key for the characters of a message that are trained
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 _KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id"}
+_PART_KEYS = {"type", "text"}  # of a part of the content
+_FUNCTION_KEYS = {"name", "arguments"}
+_CALL_KEYS = {"id", "type", "function", *_FUNCTION_KEYS}
 _LIST = re.compile(r"\s*\[\s*\{")
 _PYTHON = re.compile(r"\s*\[\s*\{\s*'(?:role|from|content|value)'")  # a list as Python prints it
 _AFTER = {  # the roles that may follow a role
@@ -125,7 +130,9 @@ def content_of(message: Mapping[str, Any], column: str) -> Any:
 
 
 def unread_parts(row: Row, columns: Iterable[str]) -> Iterator[str]:
-    """Every part of the messages in `columns` that holds a value and is not read: keys, and empty system messages."""
+    """Every part of the messages in `columns` that holds a value and is not read: keys, those of parts of a content and
+    of tool calls (`content.KEY`), and empty system messages.
+    """
     for column in columns:
         entries = listed(row.get(column))
         for entry in entries if isinstance(entries, list) else ():
@@ -133,8 +140,24 @@ def unread_parts(row: Row, columns: Iterable[str]) -> Iterator[str]:
                 role = _ROLES.get(str(speaker(entry)))
                 if not entry.keys() <= _KEYS:
                     yield from (f"key {name}" for name in entry.keys() - _KEYS if _is_unread(name, entry[name], role))
+                yield from _unread_below(entry)
                 if role == "system" and not str(entry.get("content", entry.get("value")) or "").strip():
                     yield "empty system message"
+
+
+def _unread_below(entry: Mapping[str, Any]) -> Iterator[str]:
+    """Every key of the parts of a message's content, and of its calls, that holds a value and is not read."""
+    if isinstance(parts := entry.get("content", entry.get("value")), list):
+        yield from _unread_keys("content", parts, _PART_KEYS)
+    if calls := _list_of_objects(entry, "tool_calls", "calls"):
+        yield from _unread_keys("tool_calls", calls, _CALL_KEYS)
+        yield from _unread_keys("tool_calls.function", (call.get("function") for call in calls), _FUNCTION_KEYS)
+
+
+def _unread_keys(where: str, entries: Iterable[Any], read: Set[str]) -> Iterator[str]:
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            yield from (f"key {where}.{name}" for name in entry.keys() - read if entry[name] not in _NOTHING)
 
 
 def _is_unread(name: str, value: Any, role: str | None) -> bool:
@@ -142,7 +165,7 @@ def _is_unread(name: str, value: Any, role: str | None) -> bool:
     if name in _TRAINED:
         return role != "assistant" and bool(value)
     is_thought = name in _THOUGHTS and role == "assistant" and isinstance(value, str)
-    return not is_thought and value not in (None, "", [], {})
+    return not is_thought and value not in _NOTHING
 
 
 def speaker(message: Mapping[str, Any]) -> Any:
@@ -208,8 +231,9 @@ def _is_trained(entry: Mapping[str, Any], column: str) -> bool:
         fault = f"{column} has a message with {_TRAINED_PARTS}, and a message is trained as a whole or not at all"
         raise ValueError(f"{fault}; give it train: false, or remove the key")
     for key in _TRAINED:
-        if entry.get(key) not in (None, 0, 1):
-            raise ValueError(f"{column} has a message of {key} {entry[key]!r}; give 0 or 1")
+        value = entry.get(key, 1)
+        if value not in (0, 1) and (value is not None or key == _NULL_MASKS):
+            raise ValueError(f"{column} has a message of {key} {value!r}; give 0 or 1")
     return all(entry.get(key) != 0 for key in _TRAINED)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,25 +51,20 @@ def stored_rows(file: str, where: str, cache: Path) -> StoredRows:
     arrow, about = cache / f"rows-{digest}.arrow", cache / f"rows-{digest}.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".rows-{digest}.lock"):
-        stored = _stored(file, arrow, about, digest)
-        if stored is None:
-            with screen.phase(f"reading {Path(file).name}"):
-                columns = _write(Path(file), where, arrow)
-            files.replace(about, json.dumps({"file": file, "columns": columns}))
-            stored = _stored(file, arrow, about, digest)
-    assert stored
-    return stored
+        with suppress(OSError, ValueError, KeyError, TypeError):  # one is missing, or was damaged by a fault of the disk
+            return _stored(file, arrow, about, digest)
+        with screen.phase(f"reading {Path(file).name}"):
+            columns = _write(Path(file), where, arrow)
+        files.replace(about, json.dumps({"file": file, "columns": columns}))
+        return _stored(file, arrow, about, digest)
 
 
-def _stored(file: str, arrow: Path, about: Path, digest: str) -> StoredRows | None:
-    """The rows in `arrow` and `about`; None if one is missing, or only a part of it is there, as after a power loss."""
+def _stored(file: str, arrow: Path, about: Path, digest: str) -> StoredRows:
+    """The rows in `arrow` and `about`. Raises an error of Arrow, of JSON or of their content if one is not whole."""
     import pyarrow as pa
 
-    try:
-        table = pa.ipc.open_file(pa.memory_map(str(arrow))).read_all()
-        names = tuple(json.loads(about.read_text())["columns"])
-    except (FileNotFoundError, ValueError):  # also of Arrow
-        return None
+    table = pa.ipc.open_file(pa.memory_map(str(arrow))).read_all()
+    names = tuple(json.loads(about.read_text())["columns"])
     return StoredRows(file, table["row"], table["number"], names, digest)
 
 
@@ -79,9 +75,8 @@ def _write(file: Path, where: str, arrow: Path) -> list[str]:
     schema = pa.schema([("row", pa.string()), ("number", pa.int64())])
     columns: dict[str, None] = {}
     faults, bad, rows = list[Unreadable](), 0, 0
-    draft = arrow.with_suffix(".unfinished")
     try:
-        with files.writing(draft), pa.OSFile(str(draft), "wb") as out, pa.ipc.new_file(out, schema) as writer:
+        with files.writing(arrow), files.draft_of(arrow) as out, pa.ipc.new_file(out, schema) as writer:
             batch, size = list[ParsedRow](), 0
             for parsed in parse(file):
                 rows += 1
@@ -96,13 +91,12 @@ def _write(file: Path, where: str, arrow: Path) -> list[str]:
                     writer.write_batch(_batch(batch, schema))
                     batch, size = [], 0
             writer.write_batch(_batch(batch, schema))
+            if faults:
+                first, *more = faults
+                raise ValueError(refusal(f"{where} row {first.row}: {first}", [fault.row for fault in more], bad, rows))
     except Unreadable as error:
         location = where if error.row is None else f"{where} row {error.row}"
         raise ValueError(f"{location}: {error}") from error
-    if faults:
-        first, *more = faults
-        raise ValueError(refusal(f"{where} row {first.row}: {first}", [fault.row for fault in more], bad, rows))
-    draft.replace(arrow)
     return list(columns)
 
 

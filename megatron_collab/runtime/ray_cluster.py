@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import ray
+from ray._raylet import AuthenticationTokenLoader
 
 from megatron_collab.patches.ray import start_without_agents, start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network
@@ -108,7 +110,8 @@ def _join(**options: Any) -> None:
             raise TimeoutError(f"nothing answers there within {_CLUSTER_SECONDS:g} s")
         if place.scheme != "ray":  # Ray's client limits its attempts
             _check_health(address)
-        ray.init(**options)
+        with warnings.catch_warnings(action="ignore"):  # of Ray's client, which also raises
+            ray.init(**options)
     except Preempted:
         raise
     except (Exception, SystemExit) as error:  # Ray has no specific type, and exits if a cluster stops answering
@@ -122,10 +125,14 @@ def _check_health(address: str) -> None:
     """Raises RuntimeError unless the store of a Ray cluster answers at `address`, a place or "auto".
 
     Ray's own command asks it: in this process, a port of another program would hold ray.init for minutes. No option
-    limits its attempts, and each of them writes to the console.
+    limits its attempts, and each of them writes to the console. A token of this user switches authentication on at
+    "auto", as in ray.init and `ray start`; the command itself does not look for one.
     """
+    has_token = address == "auto" and AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    variables = ({"RAY_AUTH_MODE": "token"} if has_token else {}) | os.environ
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as check:
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=variables, **pipes) as check:
         try:
             ended = wait_for(lambda: check.poll() is not None, _HEALTH_SECONDS)
         finally:

@@ -472,3 +472,28 @@ def test_a_file_is_parsed_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(storing, "parse", parse)
     assert list(load_tasks(tmp_path / "d.jsonl", cache=tmp_path / "cache")) == list(first)
+
+
+def test_stored_rows_that_are_damaged_are_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither file is in its place before its content is on the disk."""
+    from megatron_collab.data.storing import stored_rows
+
+    synced, fsync = list[str](), os.fsync
+
+    def recorded(number: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{number}").readlink().name.partition(".")[2])
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    (tmp_path / "d.jsonl").write_bytes(GOOD * 50)
+    stored_rows(str(tmp_path / "d.jsonl"), "here", cache := tmp_path / "cache")
+    assert synced == ["arrow.tmp", "json.tmp"]
+    arrow, about = next(cache.glob("*.arrow")), next(cache.glob("*.json"))
+    whole = {arrow: (content := arrow.read_bytes()), about: about.read_bytes()}
+    middle = content[:100] + bytes(len(content) - 200) + content[-100:]
+    damages = [(arrow, part) for part in (b"", bytes(len(content)), content[:-5], middle)]
+    damages += [(about, part) for part in (b"", b"{}", b"[]", b"null", b"\xff", b'{"columns": 5}', bytes(30))]
+    for file, damaged in damages:
+        file.write_bytes(damaged)
+        assert len(stored_rows(str(tmp_path / "d.jsonl"), "here", cache)) == 50 * GOOD.count(b"\n"), damaged
+        assert {file: file.read_bytes() for file in whole} == whole, damaged

@@ -123,6 +123,37 @@ def failure(address: str) -> RuntimeError:
     return end.value
 
 
+@pytest.mark.parametrize(
+    ("address", "token", "mode", "checked"),
+    [
+        ("auto", "secret", None, "token"),
+        ("auto", "", None, "unset"),
+        ("auto", "secret", "disabled", "disabled"),
+        ("127.0.0.1:6379", "secret", None, "unset"),
+    ],
+)
+def test_auto_is_checked_with_the_token_of_the_user(
+    address: str, token: str, mode: str | None, checked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ray.init joins there, unless the variable of Ray says otherwise. A stand-in for Ray's command prints it."""
+    (command := tmp_path / "python").write_text('#!/bin/sh\necho "${RAY_AUTH_MODE-unset}" >&2\nexit 1\n')
+    command.chmod(0o755)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(token)
+    monkeypatch.setattr(sys, "executable", str(command))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    loader = ray_cluster.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+    try:
+        assert str(failure(address)) == checked
+    finally:
+        loader.reset_cache()
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, for a namespace of its own")

@@ -119,12 +119,13 @@ def test_a_published_row_is_a_task(tmp_path: Path, format: str, row: dict, goal:
         ({"reward_model": {"ground_truth": "4", "style": "rule"}}, {}, ""),
         ({"reward_model": {"ground_truth": "4", "characters": ["Ann"], "note": None}}, {"characters": ["Ann"]}, ""),
         ({"reward_model": '{"ground_truth": "4", "tests": {"n": 1}}'}, {"tests": {"n": 1}}, ""),
+        ({"reward_model": "gpt"}, "gpt", ""),
         ({"ability": "math", "images": []}, {}, "not read: column ability (1)"),
         ({"tools_kwargs": {"f": 1}, "raw_prompt_ids": [1]}, {}, "column raw_prompt_ids (1), column tools_kwargs (1)"),
     ],
 )
 def test_no_part_of_a_row_of_verl_is_dropped_silently(
-    tmp_path: Path, columns: dict[str, Any], metadata: dict[str, Any], unread: str
+    tmp_path: Path, columns: dict[str, Any], metadata: dict[str, Any] | str, unread: str
 ) -> None:
     """What reward_model holds besides the answer is metadata; other columns are named."""
     row = {"prompt": [USER], "extra_info": {"index": 1}, "data_source": "d", **columns}

@@ -238,7 +238,8 @@ def test_a_message_that_its_row_excludes_is_not_trained(key: str) -> None:
     request = user("hi") | {key: 0}
     for value, unread in ((0, []), (1, [f"key {key}"])):
         assert [*unread_parts({"messages": [user("hi") | {key: value}]}, ["messages"])] == unread
-    for yes, no in ((1, 0), (True, False), (1.0, 0.0), (None, 0)):
+    unset = 1 if key == "step_loss_mask" else None
+    for yes, no in ((1, 0), (True, False), (1.0, 0.0), (unset, 0)):
         rows = [request, assistant("BAD", **{key: no}), user("no"), assistant("GOOD", **{key: yes})]
         assert [message.trained for message in messages_conversation({"messages": rows})[1::2]] == [False, True]
         rows[1] |= dict.fromkeys(MASKS, 1) | {key: no}
@@ -250,6 +251,12 @@ def test_a_message_that_its_row_excludes_is_not_trained(key: str) -> None:
 def test_any_other_weight_is_refused(key: str, weight: object) -> None:
     with pytest.raises(ValueError, match=rf"messages has a message of {key} .*; give 0 or 1"):
         messages_conversation({"messages": [user("hi"), assistant("ho", **{key: weight})]})
+
+
+def test_a_mask_of_slime_that_is_null_is_refused() -> None:
+    """slime does not train such a message; the other formats say with null that a key is missing."""
+    with pytest.raises(ValueError, match="messages has a message of step_loss_mask None; give 0 or 1"):
+        messages_conversation({"messages": [user("hi"), assistant("ho", step_loss_mask=None)]})
 
 
 def test_a_message_of_which_parts_are_trained_is_refused() -> None:
@@ -301,6 +308,8 @@ def test_other_tools_are_refused(tools: object) -> None:
         ({"function_call": {"name": "f"}, "annotations": []}, {"key function_call"}),
         ({"thinking": True}, {"key thinking"}),
         ({"weight": 1, "tool_calls": [], "reasoning_content": "hm", "refusal": ""}, set()),
+        ({"content": [{"type": "text", "text": "ho", "weight": 0, "citations": []}]}, {"key content.weight"}),
+        ({"content": [{"type": "text", "text": "ho", "cache_control": {"type": "x"}}]}, {"key content.cache_control"}),
     ],
 )
 def test_keys_that_are_not_read_are_named(tmp_path: Path, message: dict[str, Any], parts: set[str]) -> None:
@@ -311,6 +320,18 @@ def test_keys_that_are_not_read_are_named(tmp_path: Path, message: dict[str, Any
     report = survey(examples, 0, lambda example: 0, lambda example: 0)
     note = "".join(f"not read: {part} (2)" for part in parts)
     assert report.unread == note
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_keys_of_tool_calls_that_are_not_read_are_named(as_text: bool) -> None:
+    calls: list[dict[str, Any]] = [
+        {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}", "strict": True}, "index": 0},
+        {"name": "f", "arguments": {"strict": True}, "function": None},
+    ]
+    asked = assistant("", tool_calls=json.dumps(calls) if as_text else calls)
+    row = {"messages": [user("hi"), asked, {"role": "tool", "content": "r"}, assistant("ho")]}
+    assert messages_conversation(row)[1].tool_calls
+    assert sorted(unread_parts(row, ["messages"])) == ["key tool_calls.function.strict", "key tool_calls.index"]
 
 
 @pytest.mark.parametrize("content", ["", " ", None, []])

@@ -385,6 +385,17 @@ def test_every_reply_ends_with_the_same_token(folder: Path, template: str, mark:
         assert played(chat, [*messages, Message("user", "x")]) == whole(chat, [*messages, Message("user", "x")], True)
 
 
+@pytest.mark.parametrize("refused", ["messages[-1]['role'] == 'assistant'", "add_generation_prompt and {}"])
+def test_a_template_may_refuse_a_conversation_that_ends_with_a_reply(folder: Path, refused: str) -> None:
+    """How it renders one, or would, says what ends a reply; it is no evidence that it refuses to."""
+    last = "messages[-1]['role'] == 'assistant'"
+    guard = f"{{% if {refused.format(last)} %}}{{{{ raise_exception('the user is last') }}}}{{% endif %}}"
+    assert chat_of(folder, "bytes", guard + CHATML).reply("b")[-1] == chat_of(folder, "bytes", CHATML).end_id
+    if "{}" in refused:
+        with pytest.raises(ValueError, match="only if a message follows"):
+            chat_of(folder, "bytes", guard + RETURN)
+
+
 @pytest.mark.parametrize("stage", ["sft", "rl", "opened", "dpo"])
 @pytest.mark.parametrize("template", [NOSYS, GEMMA], ids=["drops", "refuses"])
 def test_rows_with_such_a_role_are_refused(folder: Path, tmp_path: Path, template: str, stage: str) -> None:
