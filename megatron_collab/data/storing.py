@@ -51,7 +51,7 @@ def stored_rows(file: str, where: str, cache: Path) -> StoredRows:
     arrow, about = cache / f"rows-{digest}.arrow", cache / f"rows-{digest}.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".rows-{digest}.lock"):
-        with suppress(OSError, ValueError, KeyError, TypeError):  # one is missing, or was damaged by a fault of the disk
+        with suppress(OSError, ValueError, KeyError, TypeError):  # missing, or damaged by a fault of the disk
             return _stored(file, arrow, about, digest)
         with screen.phase(f"reading {Path(file).name}"):
             columns = _write(Path(file), where, arrow)
