@@ -180,8 +180,8 @@ def recipe_task(row: Row, number: int) -> Task:
     truths = {**row, **verified}
     metadata = {**_object(extra, "single_turn_metadata"), **{k: v for k, v in extra.items() if k not in _BULKY}}
     shown = {"data_source": row.get("data_source"), "task_desc": interaction.get("task_desc")}
-    others = {name: value for name, value in verified.items() if name not in _VERIFIED}
-    shown["reward_model"] = others["reward_model"] if [*others] == ["reward_model"] else others  # of a plain value
+    extras = {name: value for name, value in verified.items() if name not in _VERIFIED}
+    shown["reward_model"] = extras["reward_model"] if [*extras] == ["reward_model"] else extras  # of a plain value
     metadata |= {name: value for name, value in shown.items() if value not in (None, "", {})}
     user = text_of(interaction, "name", "")
     answer = text_of(truths, "ground_truth", "")

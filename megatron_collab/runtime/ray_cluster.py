@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import ray
-from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
 
 from megatron_collab.patches.ray import start_without_agents, start_without_monitors, stay_on_loopback
 from megatron_collab.runtime import network

@@ -328,7 +328,7 @@ def test_settings_of_a_source_that_change_nothing_are_named(
         assert code == EXIT_BAD_INPUT and "no source has rows for step 0" in err
         return
     assert code == "started"
-    assert out.splitlines()[1:] == [f"data.train={tmp_path}/d.jsonl: {message}"]
+    assert out.splitlines()[1:] == [f"data.train={tmp_path}/d.jsonl: {message}", "starting 1 rank"]
 
 
 @pytest.mark.processes

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -55,10 +56,11 @@ def test_an_address_where_nothing_listens_ends_the_run(host: str, monkeypatch: p
     assert str(end.value) == f"RAY_ADDRESS={address}: {reason}; start Ray, or unset it for a cluster of this run"
 
 
-def test_a_ray_that_exits_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so if a cluster answers no more."""
+def test_a_ray_that_exits_ends_the_run(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    """It does so if a cluster answers no more; what its client warns of is in the one line."""
 
     def init() -> None:
+        warnings.warn("connection timed out", stacklevel=1)
         raise SystemExit(15)
 
     monkeypatch.setattr(ray_cluster.ray, "init", init)
@@ -66,6 +68,7 @@ def test_a_ray_that_exits_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(RunStopped, match="RAY_ADDRESS=auto: no Ray cluster there"):
         ray_cluster._join()
+    assert not recwarn.list
 
 
 class NotFound(BaseHTTPRequestHandler):

@@ -328,8 +328,8 @@ def test_keys_of_tool_calls_that_are_not_read_are_named(as_text: bool) -> None:
         {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}", "strict": True}, "index": 0},
         {"name": "f", "arguments": {"strict": True}, "function": None},
     ]
-    asked = assistant("", tool_calls=json.dumps(calls) if as_text else calls)
-    row = {"messages": [user("hi"), asked, {"role": "tool", "content": "r"}, assistant("ho")]}
+    call = assistant("", tool_calls=json.dumps(calls) if as_text else calls)
+    row = {"messages": [user("hi"), call, {"role": "tool", "content": "r"}, assistant("ho")]}
     assert messages_conversation(row)[1].tool_calls
     assert sorted(unread_parts(row, ["messages"])) == ["key tool_calls.function.strict", "key tool_calls.index"]
 

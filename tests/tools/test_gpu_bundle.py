@@ -218,6 +218,21 @@ def test_a_stage_whose_tests_are_all_skipped_has_not_passed(tmp_path: Path) -> N
 
 
 @pytest.mark.processes
+def test_servers_have_their_own_transformer_engine(tmp_path: Path) -> None:
+    """That of the bundle was compiled for another torch. A stand-in for pytest prints the path of modules."""
+    small(tmp_path, "1")
+    (python := tmp_path / "python").write_text(
+        f'#!/bin/sh\ncase "$*" in *"-m pytest"*) echo "$PYTHONPATH"; exit;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    done = run(tmp_path, "memory", "server", "kernels", python=str(python))
+    assert done.returncode == 0, done.stdout + done.stderr
+    paths = {stage: (tmp_path / f"results/{stage}.log").read_text() for stage in ("memory", "server", "kernels")}
+    assert all("base/packages" in path for path in paths.values())
+    assert [stage for stage, path in paths.items() if "engine/packages" in path] == ["memory", "kernels"]
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("files", "stages", "message"),
     [

@@ -113,7 +113,8 @@ for name in "${bundles[@]}"; do
 done
 touch "$CHECKOUT"/{tests,tools}/__init__.py # before packages of these names that others install
 mkdir -p "$RESULTS"
-export PYTHONPATH=$CHECKOUT:$HERE/unpacked/base/packages:$HERE/unpacked/engine/packages HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+packages=$CHECKOUT:$HERE/unpacked/base/packages
+export PYTHONPATH=$packages HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "triton", "transformers"))))' ||
     fail "$PYTHON lacks torch, triton or transformers; set PYTHON to the one that has them"
 # As make test-gpu: TransformerEngine loads parts of cuDNN by name.
@@ -128,6 +129,8 @@ fi
 for stage in "$@"; do
     rm -f "$RESULTS/$stage.md"
     : >"$RESULTS/$stage.log"
+    PYTHONPATH=$packages
+    [ "$stage" = server ] || PYTHONPATH+=:$HERE/unpacked/engine/packages # PYTHON of that stage has its own, of its torch
     case $stage in
         facts)
             within 1 env STAND_IN_DEVICES=1 "$PYTHON" tools/gpu/facts.py "$RESULTS/facts.md" $( ((dry)) && echo --dry) # only the stand-in reads it
