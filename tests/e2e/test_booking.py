@@ -354,5 +354,5 @@ def test_a_run_that_is_killed_while_conversations_pause_ends_with_the_same_param
 
 def without_clock(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Without seconds, and without what is counted only for groups that are played."""
-    prefixes = ("time", "count/", "seconds", "llm/", "servers/")
+    prefixes = ("time", "count/", "seconds", "idle/", "llm/", "servers/")
     return [{name: value for name, value in line.items() if not name.startswith(prefixes)} for line in metrics]

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-proj-0123456789abcdef0123456789"
 # Time and cost of a replay, and cache hits of the policy's server, which depend on the order of requests.
-OTHER = ("seconds/", "llm/", "count/cached_tokens", "count/prefill_tokens")
+OTHER = ("seconds/", "idle/", "llm/", "count/cached_tokens", "count/prefill_tokens")
 SETTINGS = [
     "launch.device=cpu",
     "model.dtype=float32",

@@ -50,6 +50,7 @@ SETTINGS = [
 SMOKE = ["train.steps=2", "train.eval_tasks=2"]
 DIFFER = (
     "seconds/",
+    "idle/",
     "count/",
     "llm/",
     "servers/",
