@@ -190,6 +190,7 @@ def start_actor(kind: type, *arguments: Any, name: str | None = None) -> Any:
     If its process dies, Ray restarts it and retries its running tasks. Other actors look it up by `name`: a handle
     passed as an argument could be invalid when the actor is restarted.
     """
-    options = {"num_cpus": 0.01, "max_restarts": 3, "max_task_retries": 3, "max_concurrency": _REQUESTS}
+    # More retries than restarts: until Ray notices that a node is gone, each attempt to reach it is one.
+    options = {"num_cpus": 0.01, "max_restarts": 3, "max_task_retries": 20, "max_concurrency": _REQUESTS}
     actor = ray.remote(**options, scheduling_strategy="SPREAD")
     return actor(kind).options(name=name).remote(*arguments)
