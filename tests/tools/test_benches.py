@@ -10,6 +10,7 @@ import ast
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -75,6 +76,15 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
 )
 def test_a_bench_compiles_and_what_it_imports_from_here_exists(file: Path) -> None:
     assert list(missing_imports(file.read_text(), file.name)) == []
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_bench_adds_the_repository_to_its_path_before_it_imports_from_there(name: str) -> None:
+    """`python tools/bench/NAME.py` finds what lies beside the file, and what is installed."""
+    source = (ROOT / "tools" / "bench" / f"{name}.py").read_text()
+    added = source.find("sys.path.insert(0, str(")
+    imports = [found.start() for found in re.finditer(r"^ *(?:from|import) (?:tests|tools)\b", source, re.MULTILINE)]
+    assert not imports or 0 <= added < min(imports)
 
 
 def test_a_name_or_module_that_is_gone_is_missing() -> None:

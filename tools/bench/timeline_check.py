@@ -55,6 +55,8 @@ from megatron_collab import patches
 
 patches.apply("megatron")
 
+from timeline import Simulation  # noqa: E402
+
 from megatron_collab.config import Config  # noqa: E402
 from megatron_collab.inference.client import SGLangClient  # noqa: E402
 from megatron_collab.inference.server import SGLangServer  # noqa: E402
@@ -64,7 +66,6 @@ from megatron_collab.launch.play_specs import play_spec  # noqa: E402
 from megatron_collab.observability import transcripts  # noqa: E402
 from megatron_collab.rollout.conversation import RolloutPlace, seed_of  # noqa: E402
 from megatron_collab.types import Message  # noqa: E402
-from tools.bench.timeline import Simulation  # noqa: E402
 
 SFT = ["experiment=booking_sft", "train.steps=60", "train.checkpoint_every=60", "optim.warmup_steps=10"]
 RL = ["experiment=booking", "data.eval=null", "train.checkpoint_every=1000"]
