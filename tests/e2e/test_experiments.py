@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -71,16 +72,17 @@ def published(number: int) -> dict[str, Any]:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A language model that fills in the JSON object that a prompt requests; `prompts` are all of them."""
+    """A language model that fills in the JSON object that a prompt requests; its grades are all 0 or all 1."""
 
-    prompts: list[str] = []  # noqa: RUF012 (shared by the handlers of the test)
+    prompts: list[str] = []  # noqa: RUF012 (all of them; shared by the handlers of the test)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt = "\n".join(str(message["content"]) for message in body["messages"])
         self.prompts.append(prompt)
         fields = re.findall(r'^ +"(\w+)": (string|.)', prompt, re.MULTILINE)
-        reply: dict[str, Any] = {name: f"some {name}" if kind == "string" else 1 for name, kind in fields}
+        grade = zlib.crc32(prompt.encode()) & 1  # differs within a group, for algorithms that need better and worse
+        reply: dict[str, Any] = {name: f"some {name}" if kind == "string" else grade for name, kind in fields}
         if '{"answer": "yes"}' in prompt:  # of doctor --llm
             reply = {"answer": "yes"}
         elif "You play the user" in prompt:

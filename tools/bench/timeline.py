@@ -21,7 +21,8 @@ step; `cut`: with rollout.max_staleness=1 or 2, so that conversations of later s
     retracted       requests that a full cache sent back
     cpu_seconds     of the simulation, which has one thread
 
---smoke: a small step of the first two cases. The last line is one JSON object.
+--latencies FOLDER: the latencies of users and judges are drawn from the calls of a recording (llm.record). --smoke: a
+small step of the first two cases. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from typing import Any
 
 import torch.distributed as dist
 from simulated.clock import VirtualLoop, VirtualRay
-from simulated.players import LanguageModel, Ledger, Policy, Renderer, Traffic
+from simulated.players import LanguageModel, Ledger, Policy, Renderer, Traffic, recorded_seconds
 from simulated.server import Client, Replies, Roofline, Server
 
 from megatron_collab import patches
@@ -406,9 +407,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)} [all]")
     parser.add_argument("--set", nargs="+", default=[], metavar="OPTION=VALUE", help="further settings of every case")
+    parser.add_argument("--latencies", type=Path, metavar="FOLDER", help="a recording [lognormal]")
     parser.add_argument("--smoke", action="store_true", help="a small step: shows that it runs, no figures")
     options = parser.parse_args()
     gc.set_threshold(200_000)
+    traffic = Traffic(recorded=recorded_seconds(options.latencies) if options.latencies else ())
     values = {}
     with TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -416,7 +419,7 @@ def main() -> None:
             steps, settings = CASES[case]
             if options.smoke:
                 steps, settings = 1, [*settings, "train.prompts_per_step=4", "train.rollouts_per_prompt=2"]
-            for name, value in simulate([*settings, *options.set], steps, Traffic()).items():
+            for name, value in simulate([*settings, *options.set], steps, traffic).items():
                 values[f"{case}/{name}"] = round(value, 4)
                 print(f"{case}/{name}: {value:.4g}", flush=True)
         dist.destroy_process_group()

@@ -9,12 +9,14 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_collab.llm.answer import Answer, Field
 from megatron_collab.llm.caller import caller
 from megatron_collab.llm.endpoint import token_budget
 from megatron_collab.llm.limiter import CallQueue, FinishedCall, Reservation
+from megatron_collab.llm.recording import Recording
 from megatron_collab.settings import EndpointConfig
 from megatron_collab.types import Message
 from simulated.server import FILLER, SEGMENT, Roofline
@@ -29,7 +31,8 @@ class Traffic:
 
     `prompt`: tokens of a task, of which `system` are the same in all; `message`: of a user's message; `reply`: mean of
     replies without their bound; `spread`, `task_spread`: standard deviation of the logarithm of a reply's length, and
-    of the mean of a task's. `latency`, `latency_99`: median and 99th percentile of seconds of a call, lognormal.
+    of the mean of a task's. `latency`, `latency_99`: median and 99th percentile of seconds of a call, lognormal;
+    `recorded`: seconds of calls, one of which is drawn instead.
     """
 
     system: int = 64
@@ -40,8 +43,11 @@ class Traffic:
     task_spread: float = 0.3
     latency: float = 2.0
     latency_99: float = 15.0
+    recorded: Sequence[float] = ()
 
     def call_seconds(self, drawn: random.Random) -> float:
+        if self.recorded:
+            return drawn.choice(self.recorded)
         sigma = math.log(self.latency_99 / self.latency) / 2.3263 if self.latency else 0.0
         return self.latency * math.exp(drawn.gauss(0.0, sigma))
 
@@ -49,6 +55,19 @@ class Traffic:
         sigma = math.hypot(self.spread, self.task_spread)
         factor = math.exp(drawn.gauss(0.0, self.spread) + task.gauss(0.0, self.task_spread) - sigma**2 / 2)
         return max(2, round(self.reply * factor))
+
+
+def recorded_seconds(folder: Path) -> list[float]:
+    """Seconds of the answered calls of a recording (llm.record), each with its retries, but without cached answers.
+
+    Raises ValueError if the folder holds no such call, or a damaged one.
+    """
+    recording = Recording(folder)
+    calls = [recording.stored(number).call() for number in range(len(recording))]
+    seconds = [call.taken.seconds for call in calls if call.failed is None and not call.taken.cached]
+    if not seconds:
+        raise ValueError(f"{folder}: holds no answered call")
+    return seconds
 
 
 @dataclass
