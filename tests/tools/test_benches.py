@@ -83,7 +83,7 @@ def test_a_bench_adds_the_repository_to_its_path_before_it_imports_from_there(na
     """`python tools/bench/NAME.py` finds what lies beside the file, and what is installed."""
     source = (ROOT / "tools" / "bench" / f"{name}.py").read_text()
     added = source.find("sys.path.insert(0, str(")
-    imports = [found.start() for found in re.finditer(r"^ *(?:from|import) (?:tests|tools)\b", source, re.MULTILINE)]
+    imports = [line.start() for line in re.finditer(r"^ *(?:from|import) (?:tests|tools)\b", source, re.MULTILINE)]
     assert not imports or 0 <= added < min(imports)
 
 

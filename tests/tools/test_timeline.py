@@ -24,11 +24,11 @@ def record(folder: Path, calls: list[dict[str, Any]]) -> None:
     """A recording of calls that have these attributes of Call, the usage under "taken"."""
     shard = Shard(folder, "runs/one")
     for number, call in enumerate(calls):
-        taken = Usage(requests=1, **call.pop("taken"))
+        usage = Usage(requests=1, **call.pop("taken"))
         question = {"model": "openai/m", "messages": [], "number": number}
         fields = {"name": "train-0-0/0/0", "number": number, "time": 1.0, "question": question, "answer": {}}
         shard.record(
-            CallKey("train-0-0/0/0", number, question), Call(**{**fields, "failed": None, "taken": taken, **call})
+            CallKey("train-0-0/0/0", number, question), Call(**{**fields, "failed": None, "taken": usage, **call})
         )
 
 
