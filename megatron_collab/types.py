@@ -211,6 +211,9 @@ class Conversation:
 
     `messages` is what users, tools and metrics see: no thoughts. An assistant message followed by a tool message is a
     tool call, not a reply. `turn_rewards[i]` is the sum of the rewards that users and tools gave for `turns[i]`.
+
+    `answer_log_probs`: by the text before the answer, as metrics ask for it (Metric.answer_lead), for each turn the
+    policy's mean log-prob of a token of the task's answer as the reply to the turn's prompt.
     """
 
     messages: tuple[Message, ...]
@@ -219,6 +222,7 @@ class Conversation:
     turn_rewards: tuple[float, ...] = ()
     ending: Ending | None = None
     error: str = ""
+    answer_log_probs: Mapping[str, tuple[float, ...] | Missing] = field(default=EMPTY, repr=False, compare=False)
 
     @property
     def replies(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -104,14 +104,17 @@ def _settings(options: argparse.Namespace) -> tuple[PlayConfig, dict[str, Reward
             else compose_program(PlayConfig, [f"reward={name}", *options.option], base_values)
         )
         try:
-            rewards[name] = _checked(replace(config, reward=variant.reward))
+            rewards[name] = _checked(replace(config, reward=variant.reward), values.get("reward.weights", ()))
         except ConfigError as error:
             raise ConfigError(f"--reward={name}: {error}") from error
     return config, rewards
 
 
-def _checked(config: PlayConfig) -> RewardSpec:
-    """The reward. Raises ConfigError if it cannot be computed, or needs a model that only the run serves."""
+def _checked(config: PlayConfig, recorded: Collection[str]) -> RewardSpec:
+    """The reward. Raises ConfigError if it cannot be computed, or needs a model that only the run serves.
+
+    `recorded`: the metrics that the run scored.
+    """
     from megatron_collab.launch import endpoints, validate
     from megatron_collab.launch.extensions import check_extensions
     from megatron_collab.launch.play_specs import reward_spec
@@ -129,6 +132,8 @@ def _checked(config: PlayConfig) -> RewardSpec:
     for name, metric in reward.metrics.items():
         message = f"reward.metrics.{name}.model: only the run serves it; give the address of a server as url"
         require(metric.scorer is None, message)
+        message = f"reward.weights.{name}: reads log-probs of the policy's servers, and the run did not score it"
+        require(metric.answer_lead is None or name in recorded, f"{message}; leave it out")
     return reward
 
 

@@ -26,6 +26,11 @@ class Assistant(Protocol):
         text while it grows, if the assistant streams. Raises EngineError.
         """
 
+    async def log_probs(
+        self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], affinity: str
+    ) -> tuple[float, ...]:
+        """The log-probs of `token_ids` after `prompt_ids` at temperature 1. Raises EngineError."""
+
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """The tool calls in `text`. Raises EngineError."""
 

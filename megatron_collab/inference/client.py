@@ -146,8 +146,7 @@ class SGLangClient:
         finish = Finish(meta["finish_reason"]["type"])
         routing = None
         if finish is not Finish.ABORT:
-            self.counters["prefill_tokens"] += meta["prompt_tokens"] - meta["cached_tokens"]
-            self.counters["cached_tokens"] += meta["cached_tokens"]
+            self._count(meta)
             if routing_from is not None:
                 routing = _routing(meta, len(prompt_ids) + len(answer["output_ids"]) - 1 - routing_from)
         return Turn(
@@ -160,6 +159,28 @@ class SGLangClient:
             routing=routing,
         )
 
+    async def log_probs(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[float, ...], int]:
+        """The log-probs of `token_ids` after `prompt_ids` at temperature 1, and the version of the weights.
+
+        Raises EngineError like `generate`, and if the server aborts the request.
+        """
+        body = {
+            "input_ids": [*prompt_ids, *token_ids],
+            "return_logprob": True,
+            "logprob_start_len": len(prompt_ids) - 1,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        }
+        if self.spec.adapter is not None:
+            body["lora_path"] = self.spec.adapter
+        answer = await self._post("/generate", body, aiohttp.ClientResponse.json)
+        meta = answer["meta_info"]
+        # From the prompt's last token on, which has none. SGLang reports the last id of the vocabulary as 0.
+        values = [value for value, *_ in meta.get("input_token_logprobs") or ()][1:]
+        if len(values) != len(token_ids) or None in values:  # null: not finite
+            raise EngineError(f"{self.url}: returned no log-probs of the tokens")
+        self._count(meta)
+        return tuple(values), int(meta["weight_version"])
+
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """The calls in `text`, by rollout.tool_parser. Raises UnreadableCall, and EngineError like `generate`."""
         body = {"text": text, "tools": list(schemas), "tool_call_parser": self.spec.tool_parser}
@@ -170,6 +191,10 @@ class SGLangClient:
             raise UnreadableCall(f"arguments are not valid JSON: {error}") from error
         # Arguments that are not a JSON object become a single argument, which no tool accepts.
         return [ToolCall(name, value if isinstance(value, dict) else {"arguments": value}) for name, value in calls]
+
+    def _count(self, meta: Mapping[str, Any]) -> None:
+        self.counters["prefill_tokens"] += meta["prompt_tokens"] - meta["cached_tokens"]
+        self.counters["cached_tokens"] += meta["cached_tokens"]
 
     async def close(self) -> None:
         if session := vars(self).pop("_session", None):

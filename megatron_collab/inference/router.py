@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, Unpack
 
-from megatron_collab.inference.client import Paused, ServerGone, SGLangClient, TurnOptions
+from megatron_collab.inference.client import EngineError, Paused, ServerGone, SGLangClient, TurnOptions
 from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.busy import BusySpans
@@ -57,7 +58,7 @@ class Router:
         self._places: dict[str, int] = {}
         self._running = asyncio.Event()  # not set while paused
         self._running.set()
-        self._requests: set[asyncio.Task[Turn]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
         self._turns: dict[str, dict[tuple[int, tuple[int, ...]], Turn]] = {}  # of each group, by seed and prompt
 
     def use(self, servers: Collection[int]) -> None:
@@ -124,22 +125,55 @@ class Router:
         turns, key = self._turns.get(affinity, {}), (options["seed"], prompt_ids)
         turn = turns.get(key, Turn(prompt_ids, (), (), (), Finish.ABORT, ""))
         while turn.finish is Finish.ABORT:
-            if not self._running.is_set():
-                with uncounted():
-                    await self._running.wait()
-            request = asyncio.create_task(self._go_on(turn, affinity, options))
-            self._requests.add(request)
-            try:
-                await asyncio.wait([request])
-            finally:
-                self._requests.discard(request)
-                request.cancel()
-            if request.cancelled():  # by `paused`
+            part = await self._unpaused(partial(self._go_on, turn, affinity, options))
+            if part is None:
                 continue
-            turn = turns[key] = request.result()
+            turn = turns[key] = part
             if self._running.is_set():
                 break
         return turn
+
+    async def log_probs(
+        self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], affinity: str
+    ) -> tuple[float, ...]:
+        """The log-probs of `token_ids` after `prompt_ids` at temperature 1, by the server of `affinity`.
+
+        Waits while turns are paused. Raises EngineError.
+        """
+
+        async def read(client: SGLangClient) -> tuple[float, ...]:
+            values, version = await client.log_probs(prompt_ids, token_ids)
+            self._check_published(client, [version])
+            return values
+
+        while True:
+            try:
+                values = await self._unpaused(partial(self._ask, affinity, read))
+            except EngineError:
+                if self._running.is_set():
+                    raise
+                continue  # aborted for a pause
+            if values is not None:
+                return values
+
+    async def _unpaused(self, request: Callable[[], Coroutine[Any, Any, _Answer]]) -> _Answer | None:
+        """The result of `request`, which is sent once turns are not paused; None if `paused` cancelled it."""
+        if not self._running.is_set():
+            with uncounted():
+                await self._running.wait()
+        task = asyncio.create_task(request())
+        self._requests.add(task)
+        try:
+            await asyncio.wait([task])
+        finally:
+            self._requests.discard(task)
+            task.cancel()
+        return None if task.cancelled() else task.result()
+
+    def _check_published(self, client: SGLangClient, versions: Sequence[int]) -> None:
+        """Raises ServerGone if the weights that answered are not the run's."""
+        if UNPUBLISHED in versions and not self.unpublished:
+            raise ServerGone(f"{client.url}: has not received the run's weights")
 
     async def _go_on(self, turn: Turn, affinity: str, options: TurnOptions) -> Turn:
         """The turn with what a server samples after its tokens, until it ends or is aborted for a pause."""
@@ -148,8 +182,7 @@ class Router:
 
         async def sample(client: SGLangClient) -> Turn:
             part = await client.generate(turn.stream, **remaining)
-            if UNPUBLISHED in part.versions and not self.unpublished:
-                raise ServerGone(f"{client.url}: has not received the run's weights")
+            self._check_published(client, part.versions)
             return part
 
         try:

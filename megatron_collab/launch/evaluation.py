@@ -84,6 +84,11 @@ def checked_evaluation[Program: EvaluateConfig](
     validate.check_options(config)
     spec = settle(config)
     validate.check_played(config, spec)
+    metrics = spec.play.reward.metrics if spec.play else {}
+    readers = [f"reward.weights.{name}" for name, metric in metrics.items() if metric.answer_lead is not None]
+    for called in assistants:
+        message = f"{called.setting}={called.endpoint.model}: gives no log-probs of an answer, which"
+        require(not readers, f"{message} {', '.join(readers)} reads; leave it out, or evaluate model.path")
     gpu_environment.enter()
     validate.check_files_of_users(spec)
     for eval_set in eval_sets if assistant.model and assistant.temperature is None else ():

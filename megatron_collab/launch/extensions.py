@@ -104,7 +104,7 @@ def _call_all(config: PlayConfig, named: Sequence[tuple[str, str]], steps: Steps
                 attempt(label, getattr(user.kind, method), user.argument, user.settings)
     reward = attempt("reward.weights: making the metrics", reward_spec, config.reward)
     for name, metric in reward.metrics.items() if reward else ():
-        for method in ("judged", "reads_tokens", "scores_turns", "served", "unavailable"):
+        for method in ("answer_lead", "judged", "reads_tokens", "scores_turns", "served", "unavailable"):
             label = f"reward.weights.{name}: {method}() of {metric.kind.__name__}"
             attempt(label, getattr(metric.kind, method), metric.options)
     named_metrics = _named_metrics(reward) if reward and constructs and plays else {}

@@ -18,6 +18,7 @@ from megatron_collab.inference.client import EngineError
 from megatron_collab.llm.caller import ask_as
 from megatron_collab.reward.multiturn import malformed_last
 from megatron_collab.rollout import thinking
+from megatron_collab.rollout.answer_log_probs import with_answer_log_probs
 from megatron_collab.rollout.player import Player, PlaySpec
 from megatron_collab.rollout.tools import ToolFailure
 from megatron_collab.rollout.tools.of_user import FINAL_NOTE, UserTools
@@ -159,6 +160,10 @@ class FuturesPlayer(Player):
                 start = await self.play_on(start, task, place, self.rollout.future, tools=future_tools)
         if start.ending is Ending.MALFORMED:  # its reward is reward.malformed, whatever the metrics
             return Future(start, {})
+        leads = {lead for metric in self.reward.metrics.values() if (lead := metric.answer_lead) is not None}
+        if leads and task.answer and start.ending not in (Ending.ERROR, Ending.DEADLINE):
+            log_probs = partial(self.policy.log_probs, affinity=place.stream)
+            start = await with_answer_log_probs(start, task.answer, leads, log_probs, self.renderer)
         return await self.rewards.future(task, start)
 
     def _rollout(self, start: Conversation, futures: Sequence[Future]) -> Rollout:

@@ -79,6 +79,11 @@ class LlmAssistant:
         complete = not self.system or any(message.role == "system" for message in messages)
         return messages if complete else [Message("system", self.system), *messages]
 
+    async def log_probs(
+        self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], affinity: str
+    ) -> tuple[float, ...]:
+        raise EngineError("an assistant behind LiteLLM gives no log-probs of an answer")
+
     async def tool_calls(self, text: str, schemas: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         raise EngineError("an assistant behind LiteLLM cannot call tools")
 

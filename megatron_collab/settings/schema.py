@@ -57,6 +57,7 @@ TURN_CREDITS = {  # of whole conversations; their interface is in algo/turn_cred
     "reward_to_go": "megatron_collab.algo.turn_credit:RewardToGo",
     "userrl": "megatron_collab.algo.turn_credit.userrl:UserRl",
     "gigpo": "megatron_collab.algo.turn_credit.gigpo:GiGpo",
+    "igpo": "megatron_collab.algo.turn_credit.igpo:Igpo",
     "next_user_turn": "megatron_collab.algo.turn_credit.next_user_turn:NextUserTurn",
 }
 
@@ -616,7 +617,7 @@ class TrainingRewardConfig(RewardConfig):
         "equal", "futures=0: how each turn is rewarded", choices=(*TURN_CREDITS,), extensible=True
     )
     turn_credit_options: dict[str, Any] = option({}, "settings of turn_credit, e.g. {turns: em} of userrl")
-    turn_gamma: float = option(1.0, "reward_to_go, userrl, gigpo: discount per turn", ge=0, le=1)
+    turn_gamma: float = option(1.0, "reward_to_go, userrl, gigpo, igpo: discount per turn", ge=0, le=1)
 
 
 @dataclass

@@ -62,6 +62,10 @@ from tests.helpers import refused
             "reward.turn_credit=gigpo: algo.advantage=turn_gae computes returns itself",
         ),
         (
+            ["algo.kl_in=reward", "algo.kl_coef=0.1", "reward.turn_credit=igpo"],
+            "algo.kl_in=reward: reward.turn_credit=igpo would subtract all of it from the reward of each turn; set",
+        ),
+        (
             ["algo=gdpo", "reward.turn_credit=gigpo"],
             "reward.turn_credit=gigpo: its credits have to be compared with their peers, which algo.advantage=gdpo",
         ),

@@ -183,6 +183,27 @@ def test_gigpo_by_hand() -> None:
     assert turn_advantages([pair[0], longer], "dr_grpo", **history) == [[1.0, 1.0], [-1.0, -1.0]]
 
 
+@pytest.mark.parametrize(("advantage", "std"), [("grpo", True), ("dr_grpo", False)])
+def test_igpo_is_its_formula(advantage: str, std: bool) -> None:
+    gamma, compared = 0.9, iter(normalized([r for rewards in REWARDS for r in rewards], std))
+    expected = [returns([next(compared) for _ in rewards], gamma) for rewards in REWARDS]
+    actual = turn_advantages(GROUP, advantage, turn_credit="igpo", turn_gamma=gamma)
+    for row, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(row, reference, rtol=1e-6)
+
+
+def test_igpo_by_hand() -> None:
+    """Gains of 0.5 and -0.25 of the first turns, outcomes 1 and 0; gains of the last turns are 0."""
+    gains = [{"gain": [0.5, 0.0]}, {"gain": [-0.25, 0.0]}]
+    pair = [played([0.0, 1.5], [1, 2], ["two"], gains[0]), played([0.0, -0.25], [1, 1], ["two"], gains[1])]
+    pair = [
+        replace(p, reward=replace(p.reward, parts={"gain": sum(g["gain"])})) for p, g in zip(pair, gains, strict=True)
+    ]
+    rows = turn_advantages(pair, "dr_grpo", turn_credit="igpo", turn_gamma=0.5, weights={"gain": 1.0})
+    # The mean of 0.5, 1, -0.25 and 0 is 0.3125.
+    assert rows == [[0.1875 + 0.6875 / 2, 0.6875], [-0.5625 - 0.3125 / 2, -0.3125]]
+
+
 def test_the_users_next_turn_by_hand() -> None:
     """The first conversation calls a tool before it replies; both replies to "hi" are compared, with their calls."""
     first = played([0.0, 0.0, 2.0], [1, 2, 1], ["tool", "fine"], {"verdict": [0.0, 0.9, 0.5]})

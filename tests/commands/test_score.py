@@ -101,6 +101,10 @@ def test_the_same_futures_under_every_published_reward(
             "--reward=verl: reward.judge.model=served/j: only the run",
         ),
         (["--reward", "verl", "reward.judge.model=null"], "--reward=verl: reward.weights.accuracy: needs a judge"),
+        (
+            ["--reward", "run", "reward.weights.information_gain=1"],
+            "reward.weights.information_gain: reads log-probs of the policy's servers, and the run did not score it",
+        ),
         (["--reward", "verl", "reward.jugde=1"], "reward.jugde: no such option"),
     ],
 )

@@ -12,12 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from megatron_collab import train
+from megatron_collab.data.chat_template import ChatRenderer
 from megatron_collab.inference import KEY_VARIABLE
-from megatron_collab.types import Finish
+from megatron_collab.types import Finish, Message
 from tests.helpers import evaluation_rows, listening, transcript_rows
 from tests.program import SFT, Program, Supervised, lines, steps_done
 
@@ -298,6 +301,37 @@ def test_a_finished_run_is_not_trained_again(trained: Path, root: Path, capsys: 
     before = (trained / "metrics.jsonl").stat().st_mtime_ns
     assert train.main(rl(root, "rl")) == 0 and "all 4 steps are done" in capsys.readouterr().out
     assert (trained / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_turns_are_credited_by_what_they_told_the_policy(root: Path, start: Callable[..., Program]) -> None:
+    """The gains of step 0 are those of the start's model in float64, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    credit = ["rollout.futures=0", "reward.turn_credit=igpo", "reward.weights.information_gain=1", "train.steps=2"]
+    start([*rl(root, "gain"), *credit]).finish()
+    metrics = lines(root / "gain" / "metrics.jsonl")
+    assert [line["step"] for line in metrics if "score/information_gain" in line] == [0, 1]
+    model = AutoModelForCausalLM.from_pretrained(root / "sft" / "hf", dtype=torch.float64)
+    renderer = ChatRenderer(str(root / "sft" / "hf"))
+    answers = {task["id"]: task["answer"] for task in lines(root / "world" / "train.jsonl")}
+    compared = 0
+    for row in transcript_rows(root / "gain"):
+        gains = row.get("turn_scores", {}).get("information_gain", ())
+        messages, answer = [Message(**message) for message in row["messages"]], renderer.tokens(answers[row["task"]])
+        replies = [at for at, message in enumerate(messages) if message.role == "assistant"][-len(gains) :]
+        if row["step"] or len(gains) < 2:
+            continue
+        probabilities = []
+        for at in replies:
+            ids = torch.tensor([*renderer.first(messages[:at]), *answer])
+            with torch.no_grad():
+                log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            probabilities.append(log_probs[-len(answer) :].mean().exp().item())
+        np.testing.assert_allclose(gains, [*np.diff(probabilities), 0.0], atol=1e-5)
+        assert row["scores"]["information_gain"] == pytest.approx(sum(gains)) != 0
+        compared += 1
+    assert compared
 
 
 @pytest.mark.slow

@@ -319,6 +319,30 @@ def test_a_first_request_that_fails_does_not_block_waiting_ones() -> None:
     assert later == [TURN, TURN]
 
 
+@pytest.mark.parametrize("adapter", [None, "policy"])
+def test_given_tokens_have_the_engines_log_probs(adapter: str | None) -> None:
+    seen: list[Any] = []
+    entries: list[Any] = [[None, 6, None], [-0.5, 7, None], [-0.25, 0, None]]  # 8 is the vocabulary's last
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        meta = {"prompt_tokens": 5, "cached_tokens": 2, "weight_version": "12", "input_token_logprobs": entries}
+        return web.json_response({"meta_info": meta})
+
+    async def read(client: SGLangClient) -> Any:
+        client.spec = replace(client.spec, adapter=adapter)
+        return await client.log_probs((4, 5, 6), (7, 8)), dict(client.counters)
+
+    assert served(handler, read) == (((-0.5, -0.25), 12), {"prefill_tokens": 3, "cached_tokens": 2})
+    body = {"input_ids": [4, 5, 6, 7, 8], "return_logprob": True, "logprob_start_len": 2}
+    body |= {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+    assert seen == [body | ({"lora_path": adapter} if adapter else {})]
+    for broken in (None, entries[:2], [], [*entries[:2], [None, 8, None]]):
+        entries = broken  # type: ignore[assignment]
+        with pytest.raises(EngineError, match="returned no log-probs of the tokens"):
+            served(handler, read)
+
+
 def test_prompt_tokens_are_counted_as_computed_or_cached() -> None:
     async def use(client: SGLangClient) -> dict[str, int]:
         await asyncio.gather(turn_of(client), turn_of(client))

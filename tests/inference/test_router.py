@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron_collab.inference import client
 from megatron_collab.inference.client import EngineError, ServerGone
 from megatron_collab.inference.router import Router
+from megatron_collab.inference.server import UNPUBLISHED
 from megatron_collab.inference.spec import ClientSpec
 from megatron_collab.llm.served import LOAD_FACTOR, choose
 from megatron_collab.settings import SamplingConfig
@@ -374,6 +375,58 @@ def test_a_request_that_a_paused_server_holds_is_sent_again(virtual_time: None) 
         router.resume()
         assert (await turn).token_ids == (10, 11, 12, 13)
         assert client.bodies == [((1, 2), 9)] * 2
+
+    pausing(play)
+
+
+class ReadingClient:
+    """Gives log-probs of tokens once `released`; `faults` are raised first."""
+
+    def __init__(self, *faults: EngineError) -> None:
+        self.paused, self.requests, self.faults = False, 0, [*faults]
+        self.url, self.version, self.released = "", 3, asyncio.Event()
+
+    async def log_probs(self, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> tuple[tuple[float, ...], int]:
+        self.requests += 1
+        await self.released.wait()
+        if self.faults:
+            raise self.faults.pop()
+        return (-0.5,) * len(token_ids), self.version
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_log_probs_of_given_tokens_wait_for_the_end_of_a_pause(aborts: bool, virtual_time: None) -> None:
+    """Whether the paused server aborts the request, or holds it until it is cancelled."""
+
+    async def play(router: Router, _: AbortingClient) -> None:
+        client: Any = ReadingClient(*[EngineError("aborted")] * aborts)
+        router.clients = [client]
+        reading = asyncio.create_task(router.log_probs((1, 2), (3, 4), "a"))
+        await asyncio.sleep(1.0)
+        router.pause()
+        if aborts:
+            client.released.set()
+        assert await router.paused() == {}
+        client.released.set()
+        await asyncio.sleep(1000.0)
+        assert not reading.done() and client.requests == 1
+        router.resume()
+        assert await reading == (-0.5, -0.5) and client.requests == 2
+        client.faults.append(EngineError("too long"))
+        with pytest.raises(EngineError, match="too long"):
+            await router.log_probs((1, 2), (3, 4), "a")
+
+    pausing(play)
+
+
+def test_a_server_without_the_runs_weights_gives_no_log_probs(virtual_time: None) -> None:
+    async def play(router: Router, _: AbortingClient) -> None:
+        client: Any = ReadingClient()
+        client.version = UNPUBLISHED
+        client.released.set()
+        router.clients = [client]
+        with pytest.raises(ServerGone, match="has not received the run's weights"):
+            await router.log_probs((1, 2), (3, 4), "a")
 
     pausing(play)
 

@@ -330,6 +330,10 @@ PAIR = {"prompt": "hi", "chosen": "hello", "rejected": "no"}
             ["reward.weights={bleu: 1, accuracy: 0}", "reward.metrics.bleu.extract=false"],
             "reward.weights.bleu=1: data.train={}: none of its tasks has an answer",
         ),
+        (
+            ["reward.weights={asks: 1, information_gain: 1}"],
+            "reward.weights.information_gain=1: data.train={}: none of its tasks has an answer",
+        ),
         (["reward.weights={asks: 1}", "user.name=feedback"], "data.train={}: none of its tasks has an answer, which"),
         (
             ["reward.weights={asks: 1}", "users={strict: {class: feedback}}"],

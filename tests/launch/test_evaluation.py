@@ -131,6 +131,10 @@ def test_an_assistant_behind_litellm_needs_no_model_and_no_server(tmp_path: Path
             ["rollout.mcp_servers={m: {command: cat}}"],
             "assistant.model=openai/m: cannot call tools yet; remove",
         ),
+        (
+            ["reward.weights.information_gain=1"],
+            "assistant.model=openai/m: gives no log-probs of an answer, which reward.weights.information_gain reads;",
+        ),
         (["user.name=llm", "user.model=policy"], "user.model=policy: is not served if assistant.model is set"),
         (["user.name=llm/policy"], "user=llm/policy: the model=policy: is not served if assistant.model is set"),
         (["users={a: {model: policy}}"], "users.a.model=policy: is not served if assistant.model is set"),
@@ -398,6 +402,10 @@ def test_conversations_are_built_by_several_assistants(tmp_path: Path, tasks: Pa
         (
             ["build.assistants={a: openai/m}", "rollout.tools=[calculator]"],
             "build.assistants.a.model=openai/m: cannot call tools yet",
+        ),
+        (
+            ["build.assistants={a: openai/m}", "reward.weights.information_gain=1"],
+            "build.assistants.a.model=openai/m: gives no log-probs of an answer, which reward.weights.information_gain",
         ),
         (["build.assistants={a: served/none}"], "build.assistants.a.model=served/none: servers has no none"),
         (

@@ -36,7 +36,9 @@ def test_every_name_is_that_of_a_metric() -> None:
     for name in metrics.METRICS:
         metric_class = metrics.find_metric(name)
         assert issubclass(metric_class, metrics.Metric)
-        assert asyncio.iscoroutinefunction(metric_class.score) and metric_class.score is not metrics.Metric.score
+        defined = {getattr(metric_class, method) for method in ("score", "score_turns")}
+        assert defined - {metrics.Metric.score, metrics.Metric.score_turns}
+        assert all(map(asyncio.iscoroutinefunction, defined))
 
 
 def test_a_name_that_no_metric_has_is_refused_with_the_nearest() -> None:

@@ -39,6 +39,7 @@ METRICS = {
     "asks": f"{__name__}.counting:Asks",
     "bleu": f"{__name__}.bleu:Bleu",
     "generative": f"{__name__}.judged:Generative",
+    "information_gain": f"{__name__}.information_gain:InformationGain",
     "interactivity": f"{__name__}.judged:Interactivity",
     "pass_rate": f"{__name__}.pass_rate:PassRate",
     "reward_model": f"{__name__}.reward_model:RewardModel",
@@ -90,6 +91,14 @@ class Metric(Extension):
     def reads_tokens(cls, options: Any) -> bool:
         """Whether it reads token ids, which transcripts lack; if so, it cannot rescore recorded conversations."""
         return False
+
+    @classmethod
+    def answer_lead(cls, options: Any) -> str | None:
+        """The text before the task's answer in the reply whose log-probs it reads; None if it reads none.
+
+        The policy's servers compute them once the conversation has ended, as `answer_log_probs` of the conversation.
+        """
+        return None
 
     @classmethod
     def served(cls, options: Any) -> ServedConfig | None:
@@ -241,6 +250,10 @@ class ScoredMetric(Resolved):
     @property
     def reads_tokens(self) -> bool:
         return self.kind.reads_tokens(self.options)
+
+    @property
+    def answer_lead(self) -> str | None:
+        return self.kind.answer_lead(self.options)
 
     @property
     def served(self) -> ServedConfig | None:
