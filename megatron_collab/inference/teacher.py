@@ -128,7 +128,10 @@ def _placed(sample: Sample, answers: Sequence[Mapping[str, Any]]) -> np.ndarray:
             log_probs = [entries[place - first][0] for place in trained.tolist()]
         except (KeyError, IndexError, TypeError):  # the answer has another form
             tokens, log_probs = [], []
-        complete = len(tokens) >= len(ids) - trained[0] and tokens == ids[len(ids) - len(tokens) :].tolist()
+        # SGLang reports the id of the vocabulary's last token as 0; its log-prob is right.
+        sent = ids[len(ids) - len(tokens) :].tolist()
+        same = len(tokens) == len(sent) and all(read in (0, token) for read, token in zip(tokens, sent, strict=True))
+        complete = len(tokens) >= len(ids) - trained[0] and same
         if not complete or not all(isinstance(value, float) or value == 0 for value in log_probs):
             raise EngineError("/generate returned no log-probs of the tokens")
         values += log_probs

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +65,14 @@ def expected(served: Served, sample: Sample) -> np.ndarray:
 def test_a_real_server_gives_the_log_probs_of_its_model(
     servers: dict[str, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind the prompts that only the teacher reads; its vocabulary is compared with the policy's."""
+    """Of any token, also behind prompts that only the teacher reads; its vocabulary is compared with the policy's."""
     served = servers["tied"]
     monkeypatch.setenv(KEY, served.server.api_key)
-    samples = ServedTeacher(served.server.url, 120.0).with_log_probs(SAMPLES)
-    for sample, unscored in zip(samples, SAMPLES, strict=True):
+    last = json.loads((served.folder / "config.json").read_text())["vocab_size"] - 1
+    ends = replace(SAMPLES[0], token_ids=np.array([*SAMPLES[0].token_ids[:-2], last, 5]))
+    unscored_samples = [*SAMPLES, ends]
+    samples = ServedTeacher(served.server.url, 120.0).with_log_probs(unscored_samples)
+    for sample, unscored in zip(samples, unscored_samples, strict=True):
         assert sample.teacher_log_probs is not None and not sample.teacher_log_probs[unscored.loss_mask == 0].any()
         np.testing.assert_allclose(
             sample.teacher_log_probs[unscored.loss_mask > 0], expected(served, unscored), atol=1e-4
