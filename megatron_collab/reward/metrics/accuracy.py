@@ -82,7 +82,7 @@ async def compare(truth: str, replies: Sequence[str]) -> Verdict | Missing:
 
 
 class Accuracy(Metric):
-    """1 if the conversation surely states the task's answer, 0 if it surely states another .
+    """1 if the conversation surely states the task's answer, 0 if it surely states another.
 
     The judge decides all other cases from the complete conversation; with verify=false it decides every case, as in the
     published rewards. Without a judge such a conversation scores as `unclear` says. The score is Missing if math-verify
