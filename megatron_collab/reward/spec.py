@@ -19,7 +19,8 @@ class RewardSpec(Resolved):
 
     `malformed`: reward of a malformed turn, which ends its conversation; None: the conversation is played on. `judge`:
     the model that judges. `workers` processes score, each `concurrency` times per metric at once; `timeout`: seconds of
-    a score. `max_missing`: share of scores that may be missing.
+    a score. `max_missing`: share of a step's rollouts that may have no reward, or of an evaluation's that may lack a
+    score.
     """
 
     metrics: Mapping[str, ScoredMetric]

@@ -607,7 +607,11 @@ class RewardConfig(JudgeConfig):
     concurrency: int = mutable(256, "scores of one metric that a RewardWorker computes at once", ge=1)
     timeout: float = seconds(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies")
     max_missing: float = mutable(
-        0.2, "share of scores that may be missing in a step or an evaluation before the run stops", ge=0, le=1
+        0.2,
+        "share of a step's rollouts that may have no reward, and of an evaluation's that may lack a score, before the run "
+        "stops",
+        ge=0,
+        le=1,
     )
 
 
