@@ -608,8 +608,8 @@ class RewardConfig(JudgeConfig):
     timeout: float = seconds(120.0, "seconds one score may take; with a judge, reward.judge.deadline applies")
     max_missing: float = mutable(
         0.2,
-        "share of a step's rollouts that may have no reward, and of an evaluation's that may lack a score, before the run "
-        "stops",
+        "share of a step's rollouts that may have no reward, and of an evaluation's that may lack a score, before the "
+        "run stops",
         ge=0,
         le=1,
     )
