@@ -18,7 +18,12 @@ from megatron_collab.rollout import llm_endpoints
 from megatron_collab.rollout.llm_endpoints import NamedEndpoint
 from megatron_collab.rollout.player import PlaySpec
 from megatron_collab.rollout.tools.toolbox import ToolSpec
-from megatron_collab.settings import read_prompt
+from megatron_collab.settings import read_prompt, require
+
+# Settings of an evaluated set that a build does not have.
+_BUILT_WITH_ROLLOUT = (
+    *("samples", "temperature", "user", "max_user_turns", "max_assistant_turns", "max_messages", "max_new_tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,32 @@ def evaluation_spec(config: EvaluateConfig) -> RunSpec:
 def building_spec(config: BuildDatasetConfig) -> RunSpec:
     """As `evaluation_spec`, for a build of a data set: the candidates of a turn are the rollouts of a group."""
     spec, building = evaluation_spec(config), config.build
+    _check_building(config, spec.data.eval_sets)
     assert spec.play
-    prompt = read_prompt("build.prompt", building.prompt, "collaborator", ()) if building.proactive else None
+    prompt = read_prompt("build.prompt", building.prompt, "collaborator", ())
     play = replace(
         spec.play,
         rollouts=building.candidates,
         assistants=assistant_configs(config.build.assistants, config.assistant) or spec.play.assistants,
         proactive_share=building.proactive,
-        proactive_prompt=prompt.render().strip() if prompt else "",
+        proactive_prompt=prompt.render().strip() if building.proactive else "",
     )
     return replace(spec, play=play, assistants=building_assistants(config, spec.data.eval_sets))
+
+
+def _check_building(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet]) -> None:
+    """Raises ConfigError if conversations cannot be built with these settings."""
+    rollout = config.rollout
+    require(rollout.max_messages is not None, "rollout.max_messages: not set; give the longest conversation, e.g. 14")
+    require(rollout.futures > 0, "rollout.futures=0: the user's next message comes from a future; set 1 or more")
+    message = "plays no futures, which supply the user's next message; choose another"
+    require(config.reward.mode != "single_turn", f"reward.mode=single_turn: {message}")
+    require(bool(config.reward.weights), "reward.weights: not set; give the metrics that rank the candidates")
+    for eval_set in eval_sets:
+        for name in _BUILT_WITH_ROLLOUT:
+            message = "conversations are built with the settings of rollout and user; set those"
+            require(getattr(eval_set, name) == getattr(EvaluationSet, name), f"{eval_set.setting}.{name}: {message}")
+        require(eval_set.against is None, f"{eval_set.setting}.against: nothing is evaluated; remove it")
 
 
 def building_assistants(config: BuildDatasetConfig, eval_sets: Sequence[EvaluationSet]) -> list[NamedEndpoint]:

@@ -135,6 +135,15 @@ def test_an_arm_brings_what_it_begins_with_and_data_come_first() -> None:
     assert built["math/rows_sft"].arguments[1] == "out/math/build/built"
 
 
+def test_settings_that_a_build_would_refuse_are_refused_before_anything_starts() -> None:
+    """In time, and not after the hours of what it reads."""
+    study = read("desk")
+    chosen = options(study, tasks=["cost_0.10"], arms=["offline_dpo"], pilot=0)
+    assert by_name(stages(study, chosen))["cost_0.10/seed1/build"].config.rollout.max_messages == 10
+    with pytest.raises(ConfigError, match=r"^rollout.max_messages: not set; give the longest conversation, e.g. 14$"):
+        stages(study, replace(chosen, settings=["rollout.max_messages=null"]))
+
+
 @pytest.mark.parametrize("arms", [["sft", "ppo"], *([arm] for arm in read("booking").arms)], ids=",".join)
 def test_any_arms_alone_have_all_that_they_read(arms: list[str]) -> None:
     """What a program reads in the folder of its task is of a program before it; the first one makes the world."""

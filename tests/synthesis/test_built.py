@@ -60,6 +60,7 @@ def test_rows_have_the_published_columns() -> None:
 
 def test_built_data_is_read_in_every_stage(tmp_path: Path) -> None:
     config = BuildDatasetConfig()
+    config.rollout.max_messages = 14
     config.model.path, config.reward.weights, config.build.candidates = "models/small", {"right": 1.0}, 2
     config.reward.metrics = {"right": {"metric": "accuracy"}}
     play = building_spec(config).play

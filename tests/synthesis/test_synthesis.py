@@ -19,7 +19,7 @@ TASK = Task("t", (Message("system", "s"), Message("user", "hi")), "goal", "answe
 
 def group(says: str = "ok", share: float = 0.0, task: Task = TASK) -> Group:
     """Four candidates, the first of them malformed; the reward is the number at the end of the reply."""
-    options = config(BuildDatasetConfig, futures=2, max_user_turns=1, max_assistant_turns=2)
+    options = config(BuildDatasetConfig, futures=2, max_messages=14, max_user_turns=1, max_assistant_turns=2)
     options.reward.weights, options.build.candidates = {"right": 1.0}, 4
     options.reward.metrics = {"right": {"metric": "accuracy"}}
     options.build.proactive = share
@@ -78,7 +78,7 @@ def test_proactive_candidates_have_a_prompt_that_is_not_in_the_conversation() ->
 
 
 def test_candidates_are_dealt_to_assistants_that_play_their_own_futures() -> None:
-    options = config(BuildDatasetConfig, futures=2, max_user_turns=1, max_assistant_turns=2)
+    options = config(BuildDatasetConfig, futures=2, max_messages=14, max_user_turns=1, max_assistant_turns=2)
     options.reward.weights, options.build.candidates = {"right": 1.0}, 5
     options.reward.metrics = {"right": {"metric": "accuracy"}}
     options.build.proactive = 0.4
