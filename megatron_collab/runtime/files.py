@@ -39,7 +39,7 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: 
 _POINTER, _LONGEST_POINTER = b"version https://git-lfs", 1024  # how a pointer begins, and its bytes
 _PREFIX = "mgcollab-"
 _ROOT_LENGTH = 25  # characters: a socket's path has at most 107; Ray needs 64 of them, the folder's name 18
-_ATTEMPTS, _PAUSE = 50, 0.1  # pause in seconds: processes that were just ended may still write
+_ATTEMPTS, _PAUSE = 200, 0.1  # pause in seconds: on a busy machine processes that were just ended write for long
 
 
 @contextmanager

@@ -116,7 +116,10 @@ def test_a_termination_saves_in_every_phase_and_the_same_command_goes_on(tmp_pat
         assert messages[0].startswith("megatron-collab: received SIGTERM; "), phase
         latest = run / "checkpoints" / "latest"
         saved = latest.read_text() if latest.exists() else "step_0"
-        assert saved == f"step_{steps_done(run)}" == f"step_{5 if phase == 'save' else done}", phase
+        assert saved == f"step_{steps_done(run)}", phase
+        # The reward may be the last that the step waits for: then the step may end before the notice is seen.
+        expected = {"save": {5}, "reward": {done, done + 1}}.get(phase, {done})
+        assert steps_done(run) in expected, phase
     assert [line["step"] for line in lines(run / "metrics.jsonl")] == list(range(steps_done(run)))
 
 
