@@ -2,9 +2,9 @@
 
 `python tools/bench/sentinels.py` plays scripted policies (tests/observability/hacks.py) and prints:
 
-- planted_hacks_caught: of the hacks, five kinds and asking on after asking was learned, each played with as many seeds,
-  the mean number of kinds that the right sentinel notices; kinds: how many there are. steps_to_alarm: the median number
-  of steps from the begin of a hack to the alarm.
+- planted_hacks_caught: the mean number of kinds of hacks that the right sentinel notices, each played with as many
+  seeds: five kinds, and a policy that has rightly learned to ask and goes on to ask too much; kinds: how many there
+  are. steps_to_alarm: the median number of steps from the beginning of a hack to the alarm.
 - false_alarms_per_100_steps: alarms of all sentinels in a clean run of 100 steps, mean over 200 resampled runs of a
   steady policy and 200 of one that rightly learns to ask; false_alarms_steady and false_alarms_learning: of either.
 - overfit_caught: of 200 runs whose policy learned a tell of the users of training, in how many the growth of the gap
