@@ -70,12 +70,9 @@ test-gpu-set:
 quickstart: setup
 	.venv/bin/megatron-collab quickstart --seed $(SEED)
 
-# Five arms of the desk study with one seed and one cost, and the reward's estimator; ends with runs/demo/page.md.
+# Five arms of the desk study in small, and the reward's estimator; ends with runs/demo/page.md.
 demo: setup
-	.venv/bin/megatron-collab reproduce desk --out runs/demo/study --seeds 1 --pilot 0 --jobs 2 --train-seeds 1 \
-		--tasks cost_0.10 --arms sft,bonus,window_1,window_3,online_dpo
-	.venv/bin/python tools/bench/estimator.py | tee /dev/stderr | tail -n 1 > runs/demo/estimator.json
-	.venv/bin/python -m tools.demo_page runs/demo
+	.venv/bin/python -m tools.demo runs/demo
 
 # The whole study, in hours; the same command continues it. Then docs/evidence.md has its results.
 evidence: setup

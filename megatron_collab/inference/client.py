@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
+from math import isfinite, nan
 from typing import Any, NotRequired, Protocol, TypedDict
 
 import aiohttp
@@ -164,20 +165,14 @@ class SGLangClient:
 
         Raises EngineError like `generate`, and if the server aborts the request.
         """
-        body = {
-            "input_ids": [*prompt_ids, *token_ids],
-            "return_logprob": True,
-            "logprob_start_len": len(prompt_ids) - 1,
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        }
+        body = scoring_request([*prompt_ids, *token_ids], len(prompt_ids))
         if self.spec.adapter is not None:
             body["lora_path"] = self.spec.adapter
         answer = await self._post("/generate", body, aiohttp.ClientResponse.json)
-        meta = answer["meta_info"]
-        # From the prompt's last token on, which has none. SGLang reports the last id of the vocabulary as 0.
-        values = [value for value, *_ in meta.get("input_token_logprobs") or ()][1:]
-        if len(values) != len(token_ids) or None in values:  # null: not finite
+        values = read_log_probs(answer, token_ids)
+        if values is None or not all(map(isfinite, values)):
             raise EngineError(f"{self.url}: returned no log-probs of the tokens")
+        meta = answer["meta_info"]
         self._count(meta)
         return tuple(values), int(meta["weight_version"])
 
@@ -250,6 +245,35 @@ async def post[Answer](
         except TransientError:
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
     return await once()
+
+
+def scoring_request(token_ids: Sequence[int], first: int) -> dict[str, Any]:
+    """The body for /generate that asks for the log-probs of the tokens from index `first` on, at temperature 1."""
+    sampling = {"max_new_tokens": 0, "temperature": 1.0}
+    return {
+        "input_ids": [*token_ids],
+        "return_logprob": True,
+        "logprob_start_len": first - 1,  # the entry of this token has no log-prob
+        "sampling_params": sampling,
+    }
+
+
+def read_log_probs(answer: Mapping[str, Any], token_ids: Sequence[int]) -> list[float] | None:
+    """The log-probs of `token_ids`, the last tokens of a scoring request; None if the answer does not have them.
+
+    One that is not finite is NaN.
+    """
+    try:
+        entries = answer["meta_info"]["input_token_logprobs"]
+        entries = entries[len(entries) - len(token_ids) :]
+        values, tokens = [nan if entry[0] is None else entry[0] for entry in entries], [entry[1] for entry in entries]
+    except (KeyError, IndexError, TypeError):  # the answer has another form
+        return None
+    # SGLang reports the id of the vocabulary's last token as 0; its log-prob is right.
+    same = len(tokens) == len(token_ids) and all(
+        read in (0, sent) for read, sent in zip(tokens, token_ids, strict=True)
+    )
+    return values if same and all(isinstance(value, float) or value == 0 for value in values) else None
 
 
 def _refusal(response: aiohttp.ClientResponse, status: int, text: str) -> EngineError:

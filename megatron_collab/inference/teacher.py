@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from megatron_collab.inference.client import EngineError, post
+from megatron_collab.inference.client import EngineError, post, read_log_probs, scoring_request
 from megatron_collab.runtime import keys
 from megatron_collab.runtime.process import POLL_SECONDS, RunStopped, beat, raise_if_preempted
 from megatron_collab.types import Sample
@@ -67,13 +67,7 @@ class ServedTeacher:
     @staticmethod
     def _body(sample: Sample) -> list[tuple[str, dict[str, Any]]]:
         """A request for each token sequence."""
-        requests = []
-        for ids, mask in _sequences(sample):
-            first = int(np.flatnonzero(mask)[0])
-            sampling = {"max_new_tokens": 0, "temperature": 1.0}
-            body = {"input_ids": ids.tolist(), "return_logprob": True, "logprob_start_len": first - 1}
-            requests.append(("/generate", {**body, "sampling_params": sampling}))
-        return requests
+        return [("/generate", scoring_request(ids.tolist(), _first(mask))) for ids, mask in _sequences(sample)]
 
     async def _answers(self, requests: Sequence[Sequence[tuple[str, dict[str, Any]]]]) -> list[list[dict[str, Any]]]:
         with keys.in_environment(KEY):
@@ -116,25 +110,20 @@ def _sequences(sample: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(ids, mask) for ids, mask in pairs if mask.any()]
 
 
+def _first(mask: np.ndarray) -> int:
+    """The index of the first trained token."""
+    return int(np.flatnonzero(mask)[0])
+
+
 def _placed(sample: Sample, answers: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """The log-probs in the answers, float32 [S], at the trained tokens of the sample. Raises EngineError."""
     values = list[float]()
     for (ids, mask), answer in zip(_sequences(_read(sample)), answers, strict=True):
-        trained = np.flatnonzero(mask)
-        try:
-            entries = answer["meta_info"]["input_token_logprobs"]
-            first = len(ids) - len(entries)  # the first entry's token
-            tokens = [entry[1] for entry in entries]
-            log_probs = [entries[place - first][0] for place in trained.tolist()]
-        except (KeyError, IndexError, TypeError):  # the answer has another form
-            tokens, log_probs = [], []
-        # SGLang reports the id of the vocabulary's last token as 0; its log-prob is right.
-        sent = ids[len(ids) - len(tokens) :].tolist()
-        same = len(tokens) == len(sent) and all(read in (0, token) for read, token in zip(tokens, sent, strict=True))
-        complete = len(tokens) >= len(ids) - trained[0] and same
-        if not complete or not all(isinstance(value, float) or value == 0 for value in log_probs):
+        first = _first(mask)
+        log_probs = read_log_probs(answer, ids[first:].tolist())
+        if log_probs is None:
             raise EngineError("/generate returned no log-probs of the tokens")
-        values += log_probs
+        values += [log_probs[place - first] for place in np.flatnonzero(mask).tolist()]
     row = np.zeros_like(sample.loss_mask)
     row[sample.loss_mask > 0] = values
     return row

@@ -5,7 +5,6 @@ from __future__ import annotations
 from megatron_collab.algo.advantages import make_advantage
 from megatron_collab.algo.policy_loss import PolicyLoss
 from megatron_collab.algo.turn_credit import make_turn_credit
-from megatron_collab.algo.turn_credit.igpo import Igpo
 from megatron_collab.config import Config
 from megatron_collab.reward.spec import RewardSpec
 from megatron_collab.settings import Shown, require
@@ -88,7 +87,7 @@ def _check_policy(config: Config, spec: RewardSpec) -> None:
     message = f"{message} {shown.algo.advantage} does not do; set it to grpo, dr_grpo or rloo"
     require(not credit.compared or (advantage.compares and not advantage.decouples), message)
     message = f"{shown.algo.kl_in}: {shown.reward.turn_credit} would subtract all of it from the reward of each turn"
-    require(algo.kl_in == "loss" or not isinstance(credit, Igpo), f"{message}; set it to loss")
+    require(algo.kl_in == "loss" or not credit.own_rewards, f"{message}; set it to loss")
     for name in credit.turn_metrics:
         metric = spec.metrics.get(name)
         message = (

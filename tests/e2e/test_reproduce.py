@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(2400)
 MODULE = "megatron_collab.reproduce"
 
 
-ARMS_OF_DESK = ("sft", "window_3")
 ARMS = ("base", "sft", "offline_dpo")  # the paper below has rows for RL; reproduce/test_plan.py has all arms
 
 
@@ -68,33 +67,16 @@ def test_the_booking_study_resumes_after_a_kill(tmp_path: Path, start: Callable[
     assert repeated.wait() == 0 and re.search(r"(\d+)/\1 .*/offline_dpo_eval: done", repeated.log.read_text())
 
 
-def small_desk(folder: Path) -> Path:
-    """The shipped study with fewer problems and steps; its SFT is the one of docs/evidence/smoke.json."""
-    study: dict[str, Any] = yaml.safe_load((STUDIES / "desk.yaml").read_text())
-    study["tasks"]["cost_0.10"]["eval_tasks"] = 32
-    study["arms"]["sft"]["train"] += ["train.steps=300"]
-    study["arms"]["window_3"]["train"] += ["train.steps=2", "train.prompts_per_step=4", "optim.warmup_steps=0"]
-    (folder / "desk.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
-    return folder / "desk.yaml"
-
-
-def test_the_desk_study_gives_the_committed_result_and_the_page_of_the_demo(
-    tmp_path: Path, start: Callable[..., Program]
-) -> None:
-    """The study as `make demo` runs it, of one seed, one cost and two arms."""
+def test_the_demo_gives_the_committed_result(tmp_path: Path, start: Callable[..., Program]) -> None:
+    start([str(tmp_path), "--smoke"], module="tools.demo").finish(1800)
     out = tmp_path / "study"
-    command = [str(small_desk(tmp_path)), "--out", str(out), "--seeds", "1", "--train-seeds", "1", "--pilot", "0"]
-    command += ["--jobs", "2", "--tasks", "cost_0.10", "--arms", ",".join(ARMS_OF_DESK)]
-    start(command, module=MODULE).finish(1800)
     assert re.search(r"^\| optimal, predicted \| 0\.\d+ \| 0\.\d+ \| ", (out / "page.md").read_text(), re.MULTILINE)
-    ((chain, content),) = evidence.results(out)
+    ((chain, content),) = evidence.results(out, read(str(tmp_path / "desk.yaml")))
     assert (chain.task, chain.title) == ("cost_0.10", "cost_0.10/seed1")
     trainings = evidence.Trainings({"seed1": content})
-    assert trainings.arms == [*ARMS_OF_DESK]
+    assert trainings.arms == ["sft", "window_3"]
     committed = evidence.Trainings({"seed1": json.loads((evidence.FOLDER / "smoke.json").read_text())}).utility("sft")
     assert 0 < committed.low <= trainings.utility("sft").value <= committed.high, "the smoke cell of docs/evidence"
-    (tmp_path / "estimator.json").write_text((evidence.FOLDER / "estimator.json").read_text())
-    start([str(tmp_path)], module="tools.demo_page").finish(60)
     page = (tmp_path / "page.md").read_text()
     (row,) = re.findall(r"^\| GRPO-MR, window 3 \(1\) \| .*", page, re.M)
     tokens = trainings.effort("window_3", "sampled_tokens")

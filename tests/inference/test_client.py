@@ -337,7 +337,8 @@ def test_given_tokens_have_the_engines_log_probs(adapter: str | None) -> None:
     body = {"input_ids": [4, 5, 6, 7, 8], "return_logprob": True, "logprob_start_len": 2}
     body |= {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
     assert seen == [body | ({"lora_path": adapter} if adapter else {})]
-    for broken in (None, entries[:2], [], [*entries[:2], [None, 8, None]]):
+    of_other_tokens = [entries[0], [-0.5, 3, None], entries[2]]
+    for broken in (None, entries[:2], [], [*entries[:2], [None, 8, None]], of_other_tokens):
         entries = broken  # type: ignore[assignment]
         with pytest.raises(EngineError, match="returned no log-probs of the tokens"):
             served(handler, read)

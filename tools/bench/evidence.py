@@ -118,18 +118,18 @@ def read() -> dict[str, Trainings]:
     return {task: Trainings({file.stem: json.loads(file.read_text()) for file in kept[task]}) for task in kept}
 
 
-def results(runs: Path) -> Iterator[tuple[Chain, dict[str, Any]]]:
-    """Predictions and arms of each training in `runs`, the folder of the study, whatever its seed."""
-    options = StudyOptions(runs, [*STUDY.tasks], [*STUDY.arms], STUDY.model, seeds=1, train_seeds=1)
-    for name, task in STUDY.tasks.items():
+def results(runs: Path, study: studies.Study = STUDY) -> Iterator[tuple[Chain, dict[str, Any]]]:
+    """Predictions and arms of each training in `runs`, the folder of `study`, whatever its seed."""
+    options = StudyOptions(runs, [*study.tasks], [*study.arms], study.model, seeds=1, train_seeds=1)
+    for name, task in study.tasks.items():
         seeds = (folder.name.removeprefix("seed") for folder in (runs / name).glob("seed*"))
         for seed in sorted(int(seed) for seed in seeds if seed.isdecimal()):
-            study = replace(STUDY, first_seed=seed)
-            [chain] = chains(study, options, name)
+            seeded = replace(study, first_seed=seed)
+            [chain] = chains(seeded, options, name)
             arms = {
                 arm: _arm(columns, chain.title) | asdict(training_effort(runs / chain.title / arm))
-                for arm in STUDY.arms
-                if any(columns := results_of(study, options, name, arm) or ())
+                for arm in study.arms
+                if any(columns := results_of(seeded, options, name, arm) or ())
             }
             if arms:
                 predicted = json.loads((runs / chain.title / str(task.reference)).read_text())

@@ -52,12 +52,14 @@ class TurnCredit(Extension, ABC):
     """Base of the rules that reward.turn_credit may name as package.module:Class.
 
     `rewards`: the value of a share is a reward that comes after its last turn, as a critic's estimator needs it; not a
-    return. `compared`: a share says something only if it is compared with its peers. An instance computes the shares of
-    one group and keeps no state.
+    return. `compared`: a share says something only if it is compared with its peers. `own_rewards`: the value of a
+    share is the reward of a single turn, from which algo.kl_in=reward would also subtract the KL of all that follows.
+    An instance computes the shares of one group and keeps no state.
     """
 
     rewards: ClassVar[bool] = False
     compared: ClassVar[bool] = False
+    own_rewards: ClassVar[bool] = False
 
     def __init__(self, options: Any, reward: TrainingRewardConfig) -> None:
         super().__init__(options)

@@ -19,6 +19,7 @@ class Igpo(TurnCredit):
     """
 
     compared = True
+    own_rewards = True
 
     def shares(self, episodes: Sequence[Episode]) -> Sequence[Sequence[Share]]:
         return [
