@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +106,22 @@ def test_it_is_the_limit_of_the_generalized_jsd(arrays: dict, one_rank: Config) 
     log_m = (beta * teacher + (1 - beta) * policy).log()
     jsd = (beta * teacher * (log_q - log_m) + (1 - beta) * policy * (log_p - log_m)).sum(-1)
     compare(compute(arrays, flat), gradients(hidden, head, jsd / (1 - beta), arrays["of_kl"]), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_it_is_the_divergence_of_trl(arrays: dict, one_rank: Config) -> None:
+    given = {name: (array[:VOCAB] if "head" in name else array).tolist() for name, array in arrays.items()}
+    answer = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("trl_gkd.py"))],
+        input=json.dumps({**given, "temperature": 0.7}),
+        env={**os.environ, "PYTHONPATH": str(Path(sys.prefix) / "compared")},  # see tools/setup_env.sh
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    references = {name: np.array(values) for name, values in json.loads(answer.stdout).items()}
+    results = compute(arrays, 0.7)
+    compare({**results, "head_grad": results["head_grad"][:VOCAB]}, references, atol=2e-5)
 
 
 def test_the_same_distribution_has_no_divergence(arrays: dict, one_rank: Config) -> None:
