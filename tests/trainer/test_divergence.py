@@ -110,10 +110,10 @@ def test_it_is_the_limit_of_the_generalized_jsd(arrays: dict, one_rank: Config) 
 
 @pytest.mark.slow
 def test_it_is_the_divergence_of_trl(arrays: dict, one_rank: Config) -> None:
-    given = {name: (array[:VOCAB] if "head" in name else array).tolist() for name, array in arrays.items()}
+    request = {name: (array[:VOCAB] if "head" in name else array).tolist() for name, array in arrays.items()}
     answer = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("trl_gkd.py"))],
-        input=json.dumps({**given, "temperature": 0.7}),
+        input=json.dumps({**request, "temperature": 0.7}),
         env={**os.environ, "PYTHONPATH": str(Path(sys.prefix) / "compared")},  # see tools/setup_env.sh
         stdout=subprocess.PIPE,
         text=True,

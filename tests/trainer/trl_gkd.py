@@ -18,9 +18,9 @@ from trl.experimental.gkd.gkd_trainer import GKDTrainer  # noqa: E402
 if __name__ == "__main__":
     request = json.load(sys.stdin)
     temperature = request.pop("temperature")
-    given = {name: torch.tensor(values, dtype=torch.float64) for name, values in request.items()}
-    hidden, head = given["hidden"].requires_grad_(), given["head"].requires_grad_()
-    logits = hidden @ head.t(), given["teacher_hidden"] @ given["teacher_head"].t()
+    tensors = {name: torch.tensor(values, dtype=torch.float64) for name, values in request.items()}
+    hidden, head = tensors["hidden"].requires_grad_(), tensors["head"].requires_grad_()
+    logits = hidden @ head.t(), tensors["teacher_hidden"] @ tensors["teacher_head"].t()
     kl = GKDTrainer.generalized_jsd_loss(*logits, beta=1, temperature=temperature, reduction="none").sum(-1)
-    (kl * given["of_kl"]).sum().backward()
+    (kl * tensors["of_kl"]).sum().backward()
     print(json.dumps({"kl": kl.tolist(), "hidden_grad": hidden.grad.tolist(), "head_grad": head.grad.tolist()}))
