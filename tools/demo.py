@@ -38,8 +38,8 @@ class Size(NamedTuple):
 
 WHOLE = Size(
     ("sft", "bonus", "window_1", "window_3", "online_dpo"),
-    ["launch.nproc_per_node=2"],  # it is trained alone, so both cores are free
-    ["train.steps=40"],
+    ["launch.nproc_per_node=2", "train.steps=1200"],  # it is trained alone, so both cores are free
+    ["train.steps=25"],
     512,
 )
 SMOKE = Size(

@@ -153,9 +153,17 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
 
 
 def _by_scale(title: str, scores: Series, bands: Bands) -> Iterator[tuple[str, Series, Bands]]:
-    """Series between -1 and 1 share axes; every other series has its own."""
+    """Series between -1 and 1 share axes, or those of each set share some if there are more series than colors.
+
+    Every other series has its own axes.
+    """
     rates = {name: points for name, points in scores.items() if all(-1 <= value <= 1 for _, value in points)}
-    yield title, rates, bands
+    shared: dict[str, Series] = {}
+    for name, points in rates.items():
+        evaluated = name.rpartition("/")[0] if len(rates) > len(_PALETTE) else ""
+        shared.setdefault(f"{title}: {evaluated}" if evaluated else title, {})[name] = points
+    for heading, series in shared.items():
+        yield heading, series, bands
     for name in scores:
         if name not in rates:
             yield f"{title}: {name}", {name: scores[name]}, bands
@@ -171,11 +179,11 @@ def _series(metrics: Rows, name: str) -> Series:
     return series
 
 
-_COLORS = {  # of the page `view`, as far as they suit both
+# As on the page `view`, as far as they suit both.
+_PALETTE = ["#3f8fd0", "#d8702f", "#3fa36b", "#a76cc0", "#b08a12", "#cf5b80", "#3c9dab", "#8b8b8b"]
+_COLORS = {
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), "#7b7f84"),  # lines; the page colors texts
-    "axes.prop_cycle": cycler(
-        color=["#3f8fd0", "#d8702f", "#3fa36b", "#a76cc0", "#b08a12", "#cf5b80", "#3c9dab", "#8b8b8b"]
-    ),
+    "axes.prop_cycle": cycler(color=_PALETTE),
 }
 
 

@@ -156,6 +156,15 @@ def test_evaluations_between_steps_are_curves_with_bands_and_sets_have_tables_of
     assert "math step_1" not in html, "the first and the last stand side by side"
 
 
+def test_each_set_has_axes_of_its_own_if_their_curves_are_more_than_the_colors() -> None:
+    scores = {f"score/metric{number}": 0.5 for number in range(5)}
+    titles = [[f"{name}/before" for name in ("math", "code")[:count]] for count in (1, 2)]
+    drawn = [report.curves([], {name: {"step": 0, "set": name[:4], **scores} for name in names}) for names in titles]
+    together, apart = ([(title, len(series)) for title, series, _ in curves] for curves in drawn)
+    assert together == [("Evaluation, with 95 % intervals", 5)]
+    assert apart == [(f"Evaluation, with 95 % intervals: {name}", 5) for name in ("math", "code")]
+
+
 def test_a_set_of_one_task_has_a_curve_without_a_band() -> None:
     record = {"step": 0, "set": "one", "tasks": 1, "score/loss": 0.5, "score_low/loss": None, "ending/length": 1.0}
     ((title, series, bands),) = report.curves([], {"one/before": record})
