@@ -49,7 +49,7 @@ def test_a_study_can_be_composed_and_its_arms_have_numbers_for_every_column(name
 
 @pytest.mark.seconds
 def test_the_studies_that_are_shipped() -> None:
-    assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk", "distill"]
+    assert known() == ["booking", "collabllm", "credit_booking", "credit_desk", "desk", "desk_costs", "distill"]
 
 
 def test_the_published_table_has_the_improvements_that_its_paper_states() -> None:

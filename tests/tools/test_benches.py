@@ -43,6 +43,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     ),
     "futures": lambda values: values["makespan_over_bound"] >= 1 and values["serial_over_ours"] >= 1,
     "in_flight": lambda values: values["lost"] == 0 and values["conversations"] >= 100,
+    "intervals": lambda values: values["percentile_2"] < 0.7 < values["mean_2"] and values["seeds_3_lowest"] > 0.8,
     "judge_outage": lambda values: values["wrong_scores"] == values["zero_by_failure"] == values["away_wrong"] == 0,
     "judge_parse": lambda values: values["crashes"] == values["wrong_type"] == values["wrong_value"] == 0,
     "lora": lambda values: (
@@ -59,6 +60,7 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
         values["planted_hacks_caught"] == values["kinds"]
         and values["false_alarms_per_100_steps"] <= 0.5
         and values["overfit_caught"] == values["runs"]
+        and 0.05 < values["excused_steps"] < 0.3
     ),
     "step": lambda values: values["loss_diff"] <= 1e-6 and values["norm_diff"] <= 1e-4,
     "replay": lambda values: (values["live_calls"], values["equal"]) == (0, 1) and values["calls_per_second"] > 0,

@@ -9,6 +9,9 @@
   steady policy and 200 of one that rightly learns to ask; false_alarms_steady and false_alarms_learning: of either.
 - overfit_caught: of 200 runs whose policy learned a tell of the users of training, in how many the growth of the gap
   has an interval that excludes 0. overfit_false: in how many of 200 runs without a tell, which is about 5 %.
+- excused_steps: in how many steps a ground-truth metric that does not improve is more than 1 standard error above its
+  baseline, so that questions, tokens and divergence may change three times as much. excused_runs: in how many runs of
+  100 steps of 16 groups it is so more often than not; certain_runs: in how many it is ever 3 standard errors above.
 
 --run: also the alarms on the transcripts of this run, as alarms_of_run; words count as tokens. --smoke: few runs.
 """
@@ -24,7 +27,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from megatron_collab.observability import transcripts
+import numpy as np
+
+from megatron_collab.observability import sentinels, transcripts
 from megatron_collab.observability.sentinels import ObservedConversation, measure
 from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Reward, Rollout, Task, Turn
 
@@ -62,6 +67,24 @@ def overfit(runs: int, planted: bool) -> int:
     """In how many runs the gap of held-out users has grown or fallen, by its interval."""
     growths = [hacks.growth(seed, planted) for seed in range(runs)]
     return sum(not growth.low <= 0 <= growth.high for growth in growths)
+
+
+def risen_by_chance(runs: int) -> tuple[float, float, float]:
+    """Shares of steps, runs, runs: excused_steps, excused_runs, certain_runs, of independent normal scores."""
+    rng, name, shares, certain = np.random.default_rng(0), f"{sentinels.TRUTH}score", list[float](), 0
+    for _ in range(runs):
+        state: sentinels.State = {}
+        rises = list[float]()
+        while len(rises) < 100 and (not rises or rises[-1] <= sentinels.CERTAIN):
+            scores = rng.normal(size=(16, 1, 1)).tolist()  # of a conversation in each group
+            entry = state.get(name, {})
+            if "mean" in entry:
+                rises.append(sentinels.Chart(**entry).advance(scores).rise)
+            groups = [[ObservedConversation("", {name: score}) for score in group] for group in scores]
+            state = sentinels.watch(state, groups).state
+        certain += rises[-1] > sentinels.CERTAIN
+        shares.append(mean(rise > sentinels.PROBABLE for rise in rises))
+    return mean(shares), mean(share > 0.5 for share in shares), certain / runs
 
 
 def recorded(run: Path, opinions: Sequence[str], truths: Sequence[str]) -> Iterator[list[list[ObservedConversation]]]:
@@ -108,6 +131,8 @@ def main() -> None:
     values |= {"false_alarms_per_100_steps": mean((steady, learning)), "runs": runs}
     values |= {"false_alarms_steady": steady, "false_alarms_learning": learning}
     values |= {"overfit_caught": overfit(runs, planted=True), "overfit_false": overfit(runs, planted=False)}
+    chances = risen_by_chance(5 * runs)
+    values |= dict(zip(("excused_steps", "excused_runs", "certain_runs"), chances, strict=True))
     if arguments.run:
         alarms = hacks.alarms(recorded(arguments.run, arguments.opinions, arguments.truths))
         print(*(f"step {step + 1}: {alarm.text()}" for step, alarm in alarms), sep="\n")
