@@ -40,6 +40,25 @@ def test_futures_in_text_have_the_values_of_the_recursion(user: str, action: Que
     assert np.array(plays)[:, 1:].std(0).min() > 0.05, "constant futures would be no test"
 
 
+def test_what_a_question_gains_is_measured_in_text() -> None:
+    """At both costs: MR of futures of drawn replies, of questions less guesses, over the kinds of users of training."""
+    rewards: dict[bool, list[list[float]]] = {True: [], False: []}
+    for index in range(1200):
+        goal, rng = (
+            replace(START.goal, user=estimator.USERS[index % len(estimator.USERS)]),
+            random.Random(f"drawn {index}"),
+        )
+        action = estimator.drawn_action(OFTEN, START.state, rng)
+        trained = message_of(rng, goal, START.messages, action)
+        reward = estimator.play(OFTEN, goal, [*START.messages, trained], f"{index}", f"{index}").utilities[-1]
+        rewards[action is not None].append([reward])
+    of_questions, of_guesses = np.array(rewards[True]), np.array(rewards[False])
+    gain = estimator.question_gain(OFTEN, START.state, COST)
+    error = np.sqrt(of_questions.var() / len(of_questions) + of_guesses.var() / len(of_guesses))
+    assert of_questions.mean() - of_guesses.mean() == pytest.approx(gain, abs=4.5 * error)
+    assert estimator.question_gain(OFTEN, START.state, 2 * COST) < gain
+
+
 def test_a_guess_counts_with_its_mean_over_the_goal() -> None:
     errors = []
     for index, start in enumerate(estimator.starts(400, 1)):

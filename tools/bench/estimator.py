@@ -6,7 +6,8 @@ Its MR at each window and the value Q of each reply are exact (desk_behavior.py)
 
 1. Replies to incomplete first messages; each counts equally, however likely it is. Bias: expected MR - Q, and variance
    of MR, over the replies that ask. Rank: Spearman's correlation of MR and Q over the replies to one message. Mean MR:
-   of the policy's turn. Q lost: if the reply with the highest expected MR is chosen.
+   of the policy's turn. Q lost: if the reply with the highest expected MR is chosen. Question gain: by how much the
+   MR of the policy's questions exceeds that of its guess, also at the next cost.
 2. Variance of a prompt's gradient at equal tokens of the policy, relative to F = 1: groups of 8 trained turns, softmax
    over replies at each state, complete requests included. With RLOO it is A + B / F: if a trained turn costs t and a
    future u, F = sqrt(B t / (A u)) is best. With GRPO it is divided by the squared mean gradient.
@@ -116,10 +117,17 @@ def play(behavior: DeskBehavior, goal: DeskGoal, messages: Sequence[Message], us
 
 
 @cache
-def exact(behavior: DeskBehavior, state: DeskState, window: int = UNLIMITED) -> np.ndarray:
+def exact(behavior: DeskBehavior, state: DeskState, window: int = UNLIMITED, cost: float = COST) -> np.ndarray:
     """Expected MR of each of the behavior's replies, [replies], over kinds of users; Q if the window is unlimited."""
     value, actions = VALUES[behavior].of_reply, behavior.chances(MODEL, state)
-    return np.mean([[value(state, action, user, window).utility(COST) for user in USERS] for action in actions], 1)
+    return np.mean([[value(state, action, user, window).utility(cost) for user in USERS] for action in actions], 1)
+
+
+def question_gain(behavior: DeskBehavior, state: DeskState, cost: float) -> float:
+    """How much higher the expected MR of the behavior's questions is than that of its guess."""
+    chances, mr = behavior.chances(MODEL, state), exact(behavior, state, WINDOW, cost)
+    asks = np.array([chance * (action is not None) for action, chance in chances.items()])
+    return float(asks @ mr / asks.sum() - mr[list(chances).index(None)])
 
 
 def rank_correlation(values: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -345,6 +353,10 @@ def report_replies(report: Report, behavior: DeskBehavior, rows: Sequence[Start]
         report.values |= {f"{figure}{name}": number for figure, number in numbers.items()}
         lines.append(["no limit" if window == UNLIMITED else window, *numbers.values()])
     report.table(f"Exact{end}, {len(rows)} first messages", ["w", "bias", "mean MR", "Q lost"], lines)
+    gains = {cost: np.mean([question_gain(behavior, start.state, cost) for start in rows]) for cost in MODEL.costs[:-1]}
+    report.values |= {f"question_gain_{cost:.2f}{end}": round(float(gain), 4) for cost, gain in gains.items()}
+    rows_of_gains = [[f"{cost:.2f}", f"{gain:.3f}"] for cost, gain in gains.items()]
+    report.table(f"MR of a question less that of a guess{end}", ["cost of a question", "gain"], rows_of_gains)
     for figure, values in measure_replies(behavior, rows).items():
         cells: list[list[object]] = [[window] for window in WINDOWS]
         for (w, f), _ in np.ndenumerate(values[0]):

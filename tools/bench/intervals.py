@@ -93,14 +93,16 @@ def main() -> None:
 
     intervals: dict[str, Interval] = {"percentile": percentile, "mean": recorded}
     for units, (name, interval) in product(UNITS, intervals.items()):
-        held = [coverage(partial(of_units, kind, units, interval), true, draws) for kind, true in DISTRIBUTIONS.items()]
-        keep(f"{name}_{units}", min(held))
+        shares_held = [
+            coverage(partial(of_units, kind, units, interval), true, draws) for kind, true in DISTRIBUTIONS.items()
+        ]
+        keep(f"{name}_{units}", min(shares_held))
     for tasks in SHARES:
         keep(f"share_{tasks}", coverage(partial(of_share, tasks), 0.6, draws))
     for seeds, (name, true) in product(SEEDS, {"seeds": 0.0, "seeds_share": 0.6}.items()):
-        held = [coverage(partial(of_seeds, seeds, differing, true > 0), true, draws) for differing in DIFFERING]
-        keep(f"{name}_{seeds}_lowest", min(held))
-        keep(f"{name}_{seeds}_highest", max(held))
+        shares_held = [coverage(partial(of_seeds, seeds, differing, true > 0), true, draws) for differing in DIFFERING]
+        keep(f"{name}_{seeds}_lowest", min(shares_held))
+        keep(f"{name}_{seeds}_highest", max(shares_held))
     print(json.dumps({"name": "intervals", "values": shares}))
 
 
