@@ -47,7 +47,7 @@ MEASURE = "goals/desk_utility"  # the primary one
 MYOPIC, MULTITURN = "bonus", "window_3"  # the arms of the primary comparison
 TURN_ALONE = {"single_turn": "utility of the turn", MYOPIC: "right, plus a tuned bonus for asking"}  # its rewards
 KEPT = {"estimator": ("futures_saved",), "sentinels": ("planted_hacks_caught", "overfit_caught")}  # by bench
-OPTIMAL, BEST_BONUS = "optimal", "single turn, best bonus"  # predictions
+OPTIMAL, BEST_BONUS, AT_ONCE = "optimal", "single turn, best bonus", "answers now"  # predictions
 PREDICTED = ("desk_utility_incomplete", "desk_right", "desk_questions", "desk_needless")
 MEASURED = ("desk_asks_open", "desk_asks_guessable", "token_amount")
 HEADS = (
@@ -216,6 +216,7 @@ def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
     rows = {
         f"{OPTIMAL}, predicted": [f"{trainings.predicted(OPTIMAL, MEASURE):.3f}" for trainings in shown],
         "best reward of the turn alone, predicted": [f"{t.predicted(BEST_BONUS, MEASURE):.3f}" for t in shown],
+        "answers at once, predicted": [f"{trainings.predicted(AT_ONCE, MEASURE):.3f}" for trainings in shown],
         "SFT": [f"{trainings.utility('sft').value:.3f}" for trainings in shown],
         " or ".join(TURN_ALONE[rival] for rival in rivals): [f"{t.utility(r).value:.3f}" for r, t in compared.values()],
         "MR, 3 futures of 3 user turns": [f"{trainings.utility(MULTITURN).value:.3f}" for trainings in shown],
