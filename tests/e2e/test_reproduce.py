@@ -143,6 +143,8 @@ def test_the_paper_is_recorded_and_replayed_without_key_or_network(
         assert files[0].read_bytes() == files[1].read_bytes()
     results = {(row["arm"], row["column"]): row for row in json.loads((first / "results.json").read_text())}
     itr = results["base", "ITR"]
-    assert (itr["value"], itr["scale"]) == (pytest.approx(1), "own"), "the judge gives 1, by our rubric"
+    grade = json.loads((first / "math" / "base_eval" / "result.json").read_text())["eval/seed0/interactivity"]
+    assert grade in (0, 1), "by what the model said, which differs between kinds of CPU"
+    assert (itr["value"], itr["scale"]) == (pytest.approx(grade), "own"), "by our rubric, not rescaled"
     assert results["grpo", "ITR"]["sampled_tokens"] > 0 < results["grpo", "ITR"]["optimizer_steps"]
     assert "| Base | " in (first / "page.md").read_text()

@@ -41,7 +41,7 @@ def test_futures_in_text_have_the_values_of_the_recursion(user: str, action: Que
 
 
 def test_what_a_question_gains_is_measured_in_text() -> None:
-    """At both costs: MR of futures of drawn replies, of questions less guesses, over the kinds of users of training."""
+    """MR of futures of drawn replies, of questions less guesses, over the kinds of users of training."""
     rewards: dict[bool, list[list[float]]] = {True: [], False: []}
     for index in range(1200):
         goal, rng = (
