@@ -8,13 +8,43 @@ and columns are padded if so few would take another code path.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
 from megatron_collab.patches.sglang import MIN_ROWS
 
 BLOCK = 64  # keys per product
+QUERIES = 256  # of a call, with padding: bounds the memory of the scores
 _SUM_COLUMNS = 8  # columns that sum the weights; they also keep products wide enough for the same summation order
+
+
+class Piece(NamedTuple):
+    """Successive tokens of a prompt that one call reads; `request`: its place in the batch."""
+
+    request: int
+    position: int  # of the first token
+    length: int
+
+
+def calls_of(prefixes: Sequence[int], lengths: Sequence[int]) -> Iterator[list[Piece]]:
+    """The tokens to read, `lengths` after `prefixes` by request, as pieces for each call of `attend`, in order.
+
+    A call pads its pieces to the longest. Many short ones in one call cost about as much as one.
+    """
+    pieces = list[Piece]()
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        for start in range(0, length, QUERIES):
+            piece = Piece(request, prefix + start, min(length - start, QUERIES))
+            longest = max(other.length for other in [*pieces, piece])
+            if longest * (len(pieces) + 1) > QUERIES:
+                yield pieces
+                pieces = []
+            pieces.append(piece)
+    if pieces:
+        yield pieces
 
 
 def attend(

@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from megatron_collab.inference.cpu.attention import BLOCK, attend
-
-ROWS = 256  # queries of a request per call: bounds the memory of the scores
+from megatron_collab.inference.cpu.attention import BLOCK, attend, calls_of
 
 
 class ExactAttentionBackend(TorchNativeAttnBackend):
@@ -36,21 +34,17 @@ class ExactAttentionBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         _refuse(encoder_lens, options)
         done = 0
-        lengths = zip(extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
-        for request, (prefix, length) in zip(req_pool_indices, lengths, strict=True):
-            slots = _slots(req_to_token, request.view(1), prefix + length)
+        for pieces in calls_of(extend_prefix_lens.tolist(), extend_seq_lens.tolist()):
+            first, lengths = (torch.tensor(column) for column in list(zip(*pieces, strict=True))[1:])
+            requests = req_pool_indices[[piece.request for piece in pieces]]
+            slots = _slots(req_to_token, requests, int((first + lengths).max()))
+            exists = torch.arange(int(lengths.max())) < lengths[:, None]  # the others are padding
+            end = done + int(lengths.sum())
+            queries = query.new_zeros(*exists.shape, *query.shape[1:])
+            queries[exists] = query[done:end]
             keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
-            for start in range(0, length, ROWS):
-                end = min(start + ROWS, length)
-                visible = _whole_blocks(prefix + end)
-                output[done + start : done + end] = attend(
-                    query[None, done + start : done + end],
-                    keys[:, :visible],
-                    values[:, :visible],
-                    torch.tensor([prefix + start]),
-                    options["scaling"],
-                )[0]
-            done += length
+            output[done:end] = attend(queries, keys, values, first, options["scaling"])[exists]
+            done = end
         return output
 
     def _run_sdpa_forward_decode(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_collab.inference.cpu.attention import BLOCK, attend
+from megatron_collab.inference.cpu.attention import BLOCK, QUERIES, attend, calls_of
 
 LENGTH = 300
 # heads, key/value heads, width
@@ -67,3 +67,29 @@ def test_a_decoded_token_is_the_same_as_one_that_is_read(sizes: tuple[int, int, 
         cache = (whole_blocks(tensor, longest).expand(batch, -1, -1, -1) for tensor in (keys, values))
         decoded = attend(query[lengths - 1][:, None], *cache, lengths - 1, query.shape[-1] ** -0.5)
         assert torch.equal(decoded[:, 0], whole[lengths - 1])
+
+
+def test_calls_read_every_token_once_and_are_bounded() -> None:
+    prefixes, lengths = [0, 5, 70, 0, 3, 9], [1, 7, 600, 256, 5, 4]
+    calls = list(calls_of(prefixes, lengths))
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        pieces = [piece for call in calls for piece in call if piece.request == request]
+        positions = [piece.position + token for piece in pieces for token in range(piece.length)]
+        assert positions == list(range(prefix, prefix + length))
+    assert all(max(piece.length for piece in call) * len(call) <= QUERIES for call in calls)
+    assert [len(call) for call in calls] == [2, 1, 1, 1, 1, 2]
+    assert len(list(calls_of([9] * 64, [4] * 64))) == 1
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_prompts_that_one_call_reads_are_the_same_as_alone(sizes: tuple[int, int, int]) -> None:
+    query, keys, values = tensors = draw(*sizes)
+    whole = read(tensors, 0, LENGTH)
+    for prefixes, lengths in ([3, 60, 190, 0], [4, 9, 12, 1]), ([0, 0], [120, 128]), ([299, 298, 1], [1, 1, 1]):
+        [pieces] = calls_of(prefixes, lengths)
+        longest = max(lengths)
+        cache = (whole_blocks(tensor, LENGTH).expand(len(pieces), -1, -1, -1) for tensor in (keys, values))
+        padded = torch.stack([F.pad(query, (0, 0, 0, 0, 0, longest))[first:][:longest] for first in prefixes])
+        outputs = attend(padded, *cache, torch.tensor(prefixes), query.shape[-1] ** -0.5)
+        for output, first, length in zip(outputs, prefixes, lengths, strict=True):
+            assert torch.equal(output[:length], whole[first : first + length])
