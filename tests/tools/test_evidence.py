@@ -86,22 +86,28 @@ def test_the_table_has_predictions_and_results_side_by_side(trainings: Trainings
     assert rows[6][1] == mean([[0.7], [0.8], [0.9]]).text() and rows[6][3].startswith("+0.100 [")
 
 
-def test_regret_and_the_rows_of_the_summary_are_of_the_same_trainings(trainings: Trainings) -> None:
-    """Neither a training without the compared arms nor one with another reward of the turn alone moves a row."""
+def test_the_summary_says_how_many_trainings_an_arm_has(trainings: Trainings) -> None:
+    second = {"predicted": PREDICTED, "arms": {"sft": arm({"a": 0.9}), "conversations": arm({"a": 0.6})}}
+    both = Trainings({**trainings.seeds, "seed2": second})
+    lines = [*evidence.summary({"cost_0.10": both, "cost_0.20": trainings})]
+    rows = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in lines if line.startswith("| "))}
+    assert rows["optimal, predicted"] == ["0.900", "0.900"]
+    assert rows["SFT"] == ["0.667 (2)", "0.433 (1)"] and rows["MR, 3 futures"] == ["0.800 (1)"] * 2
+    assert rows["whole conversations"] == ["0.600 (1)"], "nothing in the second column"
+    assert rows["MR over the bonus [95%]"][0].startswith("+0.100 [")
+    assert "| whole conversations over MR [95%] |  |  |" in lines
+    assert not [*evidence.summary({"cost_0.10": Trainings({})})]
+
+
+def test_regret_is_of_the_trainings_of_both_arms(trainings: Trainings) -> None:
+    """Neither a training without the compared arms nor one with another reward of the turn alone changes it."""
     easier = {**PREDICTED, "optimal": {key: 1.0 for key in PREDICTED["optimal"]}}
-    first, sft = trainings.seeds["seed1"], arm({"a": 0.9})
+    sft = arm({"a": 0.9})
     part = {"predicted": easier, "arms": {"sft": sft, "window_1": arm({"a": 0.6})}}
     other = {"predicted": easier, "arms": {"sft": sft, "single_turn": arm({"a": 0.2}), "window_3": arm({"a": 0.3})}}
-    cost, both = "cost_0.10", Trainings({"seed1": first, "seed2": part, "seed3": other})
-    table = [*evidence.summary({cost: trainings})]
-    assert "| right, plus a tuned bonus for asking | 0.700 |" in table and table[-1] == "| training seeds | 1 |"
-    assert [*evidence.summary({cost: both})] == table
-    assert [*evidence.summary({cost: both, "cost_0.20": Trainings({"seed2": part})})] == table
-    assert evidence.values({cost: both}) == evidence.values({cost: trainings})
-    (alone,) = (line for line in evidence.summary({cost: Trainings({"seed3": other})}) if "utility of the turn" in line)
-    assert alone == "| utility of the turn | 0.200 |"
-    assert not [*evidence.summary({cost: Trainings({"seed2": part})})]
-    rows = [line.split(" | ") for line in evidence.tables({cost: both}) if line.startswith("| ")]
+    both = Trainings({**trainings.seeds, "seed2": part, "seed3": other})
+    assert evidence.values({"cost_0.10": both}) == evidence.values({"cost_0.10": trainings})
+    rows = [line.split(" | ") for line in evidence.tables({"cost_0.10": both}) if line.startswith("| ")]
     regrets = {row[0].removeprefix("| "): (row[2], row[3]) for row in rows}
     assert regrets["GRPO-MR, window 1 (1)"] == ("0.400", ""), "from its own optimum; no training has it and the bonus"
     assert regrets["Single turn, best bonus (1)"] == ("0.200", "")

@@ -45,9 +45,20 @@ STUDY = studies.read("desk")
 BEGIN, END = "<!-- tables: tools/bench/evidence.py -->", "<!-- end of the tables -->"
 MEASURE = "goals/desk_utility"  # the primary one
 MYOPIC, MULTITURN = "bonus", "window_3"  # the arms of the primary comparison
-TURN_ALONE = {"single_turn": "utility of the turn", MYOPIC: "right, plus a tuned bonus for asking"}  # its rewards
+TURN_ALONE = ("single_turn", MYOPIC)  # arms that are rewarded for it
 KEPT = {"estimator": ("futures_saved",), "sentinels": ("planted_hacks_caught", "overfit_caught")}  # by bench
 OPTIMAL, BEST_BONUS, AT_ONCE = "optimal", "single turn, best bonus", "answers now"  # predictions
+PROMISED = {OPTIMAL: OPTIMAL, AT_ONCE: "answers at once"}
+SUMMARY = {
+    "sft": "SFT",
+    MYOPIC: "best bonus for asking",
+    MULTITURN: "MR, 3 futures",
+    "conversations": "whole conversations",
+}
+DIFFERENCES = (
+    (MULTITURN, MYOPIC, "MR over the bonus"),
+    ("conversations", MULTITURN, "whole conversations over MR"),
+)
 PREDICTED = ("desk_utility_incomplete", "desk_right", "desk_questions", "desk_needless")
 MEASURED = ("desk_asks_open", "desk_asks_guessable", "token_amount")
 HEADS = (
@@ -207,24 +218,21 @@ def _whole(value: float) -> str:
 
 
 def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
-    """The table of README.md, a column for each cost; all of its rows are means over the same trainings."""
-    compared = {STUDY.tasks[name].title: pair for name, trainings in tasks.items() if (pair := trainings.compared())}
-    if not compared:
+    """The table of README.md, a column for each cost; an arm's mean is over its trainings, their number behind it."""
+    shown = {name.replace("_", " "): trainings for name, trainings in tasks.items() if trainings.arms}
+    if not shown:
         return
-    titles, shown = compared.keys(), [trainings for _, trainings in compared.values()]
-    rivals = dict.fromkeys(rival for rival, _ in compared.values())
-    rows = {
-        f"{OPTIMAL}, predicted": [f"{trainings.predicted(OPTIMAL, MEASURE):.3f}" for trainings in shown],
-        "best reward of the turn alone, predicted": [f"{t.predicted(BEST_BONUS, MEASURE):.3f}" for t in shown],
-        "answers at once, predicted": [f"{trainings.predicted(AT_ONCE, MEASURE):.3f}" for trainings in shown],
-        "SFT": [f"{trainings.utility('sft').value:.3f}" for trainings in shown],
-        " or ".join(TURN_ALONE[rival] for rival in rivals): [f"{t.utility(r).value:.3f}" for r, t in compared.values()],
-        "MR, 3 futures of 3 user turns": [f"{trainings.utility(MULTITURN).value:.3f}" for trainings in shown],
-        "MR over the turn alone [95 %]": [t.gain(MULTITURN, r).text("{:+.3f}".format) for r, t in compared.values()],
-        "training seeds": [f"{len(trainings.seeds)}" for trainings in shown],
-    }
-    yield from ("", f"| | {' | '.join(titles)} |", "|---" * (len(shown) + 1) + "|")
-    yield from (f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items())
+    columns = shown.values()
+    yield from ("", f"| | {' | '.join(shown)} |", "|---" * (len(shown) + 1) + "|")
+    for policy, title in PROMISED.items():
+        yield f"| {title}, predicted | {' | '.join(f'{t.predicted(policy, MEASURE):.3f}' for t in columns)} |"
+    for arm, title in SUMMARY.items():
+        cells = [f"{t.utility(arm).value:.3f} ({t.number(arm)})" if t.number(arm) else "" for t in columns]
+        yield f"| {title} | {' | '.join(cells)} |"
+    for arm, over, title in DIFFERENCES:
+        both = [t.with_arms(arm, over).seeds for t in columns]
+        gains = [t.gain(arm, over).text("{:+.3f}".format) if b else "" for t, b in zip(columns, both, strict=True)]
+        yield f"| {title} [95%] | {' | '.join(gains)} |"
 
 
 def with_tables(text: str, lines: Iterable[str]) -> str:
