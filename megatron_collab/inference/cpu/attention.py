@@ -21,7 +21,7 @@ QUERIES = 256  # of a call, with padding: bounds the memory of the scores
 _SUM_COLUMNS = 8  # columns that sum the weights; they also keep products wide enough for the same summation order
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Successive tokens of a prompt that one call reads; `request`: its place in the batch."""
 
     request: int
@@ -29,15 +29,15 @@ class Piece(NamedTuple):
     length: int
 
 
-def calls_of(prefixes: Sequence[int], lengths: Sequence[int]) -> Iterator[list[Piece]]:
+def calls_of(prefixes: Sequence[int], lengths: Sequence[int]) -> Iterator[list[PromptPiece]]:
     """The tokens to read, `lengths` after `prefixes` by request, as pieces for each call of `attend`, in order.
 
     A call pads its pieces to the longest. Many short ones in one call cost about as much as one.
     """
-    pieces = list[Piece]()
+    pieces = list[PromptPiece]()
     for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         for start in range(0, length, QUERIES):
-            piece = Piece(request, prefix + start, min(length - start, QUERIES))
+            piece = PromptPiece(request, prefix + start, min(length - start, QUERIES))
             longest = max(other.length for other in [*pieces, piece])
             if longest * (len(pieces) + 1) > QUERIES:
                 yield pieces
