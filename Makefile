@@ -78,8 +78,10 @@ demo: setup
 evidence: setup
 	mkdir -p docs/evidence
 	.venv/bin/megatron-collab reproduce desk --seeds 1 --pilot 0 --jobs 2
-	.venv/bin/python tools/bench/estimator.py | tee /dev/stderr | tail -n 1 > docs/evidence/estimator.json
-	.venv/bin/python tools/bench/sentinels.py | tee /dev/stderr | tail -n 1 > docs/evidence/sentinels.json
+	.venv/bin/python tools/bench/estimator.py | tee /dev/stderr | tail -n 1 > docs/evidence/estimator.json.unfinished
+	mv docs/evidence/estimator.json.unfinished docs/evidence/estimator.json
+	.venv/bin/python tools/bench/sentinels.py | tee /dev/stderr | tail -n 1 > docs/evidence/sentinels.json.unfinished
+	mv docs/evidence/sentinels.json.unfinished docs/evidence/sentinels.json
 	.venv/bin/python tools/bench/evidence.py --runs runs/desk
 
 quickstart-compare: setup

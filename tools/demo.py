@@ -72,7 +72,11 @@ def small_study(size: Size) -> dict[str, Any]:
     arms = {name: content["arms"][name] for name in size.arms}
     for name, arm in arms.items():
         arm["train"] += size.sft_settings if name == "sft" else size.arm_settings
-    return content | {"tasks": {TASK: task}, "arms": arms, "train_seeds": 1}
+    played = f"data.world_options.evaluated={size.problems}"
+    settings = [
+        played if setting.startswith("data.world_options.evaluated=") else setting for setting in content["settings"]
+    ]
+    return content | {"settings": settings, "tasks": {TASK: task}, "arms": arms, "train_seeds": 1}
 
 
 def run(folder: Path, smoke: bool) -> None:

@@ -128,7 +128,7 @@ def _evaluated(rng: random.Random) -> Iterator[tuple[Goal, tuple[Message, ...]]]
 
 
 def conversations(seed: int, n: int) -> list[tuple[Message, ...]]:
-    """`n` full conversations for supervised training; they never show a held-out goal."""
+    """`n` full conversations for supervised training; no user states a held-out goal, but a guess may name one."""
     rng = random.Random(f"conversations {seed}")
     return [_conversation(rng, i % COMPLETE_EVERY == 0) for i in range(n)]
 

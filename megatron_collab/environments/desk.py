@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 USER = "desk"
 SPLITS = GOALS, PHRASINGS, REQUESTS, PEOPLE = ("goals", "phrasings", "requests", "users")  # held out, a file each
 TRAIN = "train"
-TASKS, EVALUATED = 4096, 1024  # of training, and of each held-out split, in which every second request is complete
+TASKS = 4096  # of training
+EVALUATED = 1024  # tasks of each held-out split, in which every second request is complete
 CONTEXT = 256  # tokens
 # Supervised: most replies guess, and every second request is complete, which teaches to read. Tasks of training: fewer
 # are complete, and a quarter begins after a first question, which supervised conversations seldom ask.
@@ -129,9 +130,10 @@ def state_of(goal: DeskGoal, messages: Sequence[Message]) -> DeskState:
 
 
 def conversations(seed: int, n: int, costs: Sequence[float] = ()) -> list[tuple[Message, ...]]:
-    """`n` conversations for supervised training, which show nothing that is held out.
+    """`n` conversations for supervised training, in which no user states anything that is held out.
 
-    Their first messages state one of `costs`, if there are any; the replies do not depend on it.
+    A guess of the assistant draws what it does not know, so it may name a held-out goal, as rarely as any other. The
+    first messages state one of `costs`, if there are any; the replies do not depend on it.
     """
     rng, cost_rng = random.Random(f"desk conversations {seed}"), random.Random(f"desk costs {seed}")
     rows = [_conversation(rng, i % COMPLETE_EVERY == 0) for i in range(n)]
@@ -164,19 +166,19 @@ def starts_of(rows: Sequence[Task]) -> Starts:
     return Counter(state for state in states if state != DeskState(0, 0))
 
 
-def evaluated_sets(seed: int) -> dict[str, DeskSet]:
-    """First messages and kinds of users of the held-out sets of `seed`."""
+def evaluated_sets(seed: int, number: int = EVALUATED) -> dict[str, DeskSet]:
+    """First messages and kinds of users of the held-out sets of `seed`, of the first `number` tasks of each."""
     return {
         split: DeskSet(
-            starts_of(tasks(seed, EVALUATED, split)), MODEL.unseen_users if split == PEOPLE else MODEL.seen_users
+            starts_of(tasks(seed, number, split)), MODEL.unseen_users if split == PEOPLE else MODEL.seen_users
         )
         for split in SPLITS
     }
 
 
-def predictions(seed: int, costs: Sequence[float] = ()) -> str:
+def predictions(seed: int, costs: Sequence[float] = (), number: int = EVALUATED) -> str:
     """Tables of what policies reach with the held-out sets of `seed`, at the `costs` that tasks state, if any do."""
-    sets = evaluated_sets(seed)
+    sets = evaluated_sets(seed, number)
     return tables(solve(MODEL, costs or MODEL.costs, sets), sets, stated=bool(costs))
 
 
@@ -187,6 +189,7 @@ class DeskOptions:
     costs: list[float] = option(
         [], "costs of a question: each task draws one and states it; empty: none is stated", ge=0
     )
+    evaluated: int = option(EVALUATED, "tasks of each held-out set, which are also those of the predictions", ge=2)
 
 
 class Desk(World):
@@ -209,7 +212,7 @@ class Desk(World):
     def make(self, folder: Path, seed: int, source: str | None) -> None:
         """Write the model, the data and the predictions.
 
-        model/, sft.jsonl (16,384 conversations), train.jsonl (4,096 tasks), SPLIT.jsonl (1,024 tasks of each held-out
+        model/, sft.jsonl (16,384 conversations), train.jsonl (4,096 tasks), SPLIT.jsonl (the tasks of each held-out
         split); if tasks state costs, also goals_COST.jsonl, the tasks of goals.jsonl at one cost. predictions.md, which
         is also logged, and predictions_COST.json, the same as scores of metrics, to compare results with.
         """
@@ -217,7 +220,8 @@ class Desk(World):
         from megatron_collab.data.datasets import task_row, write_jsonl
         from megatron_collab.environments import tiny_model
 
-        costs, sets = self.options.costs, evaluated_sets(seed)
+        costs, number = self.options.costs, self.options.evaluated
+        sets = evaluated_sets(seed, number)
         solved = solve(MODEL, costs or MODEL.costs, sets)
         text = tables(solved, sets, stated=bool(costs))
         logger.info("predicted utility_incomplete (questions), by dynamic programming:\n%s", text)
@@ -229,7 +233,7 @@ class Desk(World):
         files = {split: (split, costs) for split in SPLITS} | {f"{GOALS}_{cost:g}": (GOALS, [cost]) for cost in costs}
         write_jsonl(folder / "train.jsonl", map(task_row, with_costs(tasks(seed, TASKS), costs)))
         for name, (split, stated) in files.items():
-            write_jsonl(folder / f"{name}.jsonl", map(task_row, with_costs(tasks(seed, EVALUATED, split), stated)))
+            write_jsonl(folder / f"{name}.jsonl", map(task_row, with_costs(tasks(seed, number, split), stated)))
         examples = conversations(seed, CONVERSATIONS, costs)
         rows = ({"messages": [message.as_dict() for message in messages]} for messages in examples)
         write_jsonl(folder / "sft.jsonl", rows)

@@ -27,7 +27,9 @@ Action = Questions | None  # None: answers with the best guess
 DeskPolicy = Callable[[DeskState, Belief], Mapping[Action, float]]  # the chances of its actions
 Starts = Mapping[DeskState, float]  # the weights of first messages, by what they leave unknown
 THRESHOLDS = tuple(i / 20 for i in range(21))
-OPTIMAL, MYOPIC, ALWAYS, NOW = POLICIES = ("optimal", "single turn, best bonus", "always asks", "answers now")
+OPTIMAL, OPEN_BONUS, MYOPIC, ALWAYS, NOW = POLICIES = (
+    "optimal", "single turn, bonus for open slots", "single turn, best bonus", "always asks", "answers now"
+)  # fmt: skip
 DIGITS = 9  # of a belief that is looked up
 
 
@@ -64,7 +66,11 @@ class DeskGame:
         return sum(b * chance_right(self.model, user, state) for user, b in zip(USERS, belief, strict=True) if b)
 
     def actions(self, state: DeskState) -> list[Questions]:
-        """The messages that ask for unknown slots; any other question costs and shows nothing."""
+        """The messages that ask for unknown slots.
+
+        Any other question costs and shows nothing, but for one that is left out: a user who changes its mind does not
+        take back what it is asked again.
+        """
         if state.turn >= self.model.turns:
             return []
         numbers = (Questions(i, j) for i in range(state.guessable + 1) for j in range(state.open + 1))
@@ -108,20 +114,22 @@ class DeskGame:
         """The optimal policy."""
         return {self.best(state, belief)[1]: 1.0}
 
-    def asks(self, threshold: float, everything: bool) -> DeskPolicy:
+    def asks(self, threshold: float, everything: bool, only_open: bool = False) -> DeskPolicy:
         """Asks while the chance of being right is below `threshold`: for all unknown slots, or for one at random.
 
         These are the best replies for a reward of the turn alone: the chance of being right plus a bonus for asking. If
-        each question gets the bonus, they ask for all slots; if each message that asks does, for one.
+        each question gets the bonus, they ask for all slots; if each message that asks does, less the cost of its
+        questions, for one. `only_open`: the bonus is paid for open slots alone, so the policy asks for no other.
         """
 
         def policy(state: DeskState, belief: Belief) -> Mapping[Action, float]:
-            if not self.actions(state) or self.right(state, belief) >= threshold:
+            useful = Questions(0 if only_open else state.guessable, state.open)
+            if not self.actions(state) or not sum(useful) or self.right(state, belief) >= threshold:
                 return {None: 1.0}
             if everything:
-                return {Questions(state.guessable, state.open): 1.0}
-            unknown = state.guessable + state.open
-            return {Questions(1, 0): state.guessable / unknown, Questions(0, 1): state.open / unknown}
+                return {useful: 1.0}
+            guessable, opened = (number / sum(useful) for number in useful)
+            return {Questions(1, 0): guessable, Questions(0, 1): opened}
 
         return policy
 
@@ -168,14 +176,19 @@ class DeskPredictions:
     @cached_property
     def policies(self) -> dict[str, DeskPolicy]:
         """The policies by name. Kind and size of the bonus for asking are tuned."""
-        candidates = [self.game.asks(bonus, everything) for bonus in THRESHOLDS for everything in (True, False)]
-        myopic = max(candidates, key=lambda policy: self._mean(policy, self.users, self.starts).utility(self.cost))
         return {
             OPTIMAL: self.game.optimal,
-            MYOPIC: myopic,
+            OPEN_BONUS: self._best_bonus(only_open=True),
+            MYOPIC: self._best_bonus(only_open=False),
             ALWAYS: self.game.asks(2.0, everything=True),  # more than any chance
             NOW: self.game.asks(0.0, everything=True),
         }
+
+    def _best_bonus(self, only_open: bool) -> DeskPolicy:
+        candidates = [
+            self.game.asks(bonus, everything, only_open) for bonus in THRESHOLDS for everything in (True, False)
+        ]
+        return max(candidates, key=lambda policy: self._mean(policy, self.users, self.starts).utility(self.cost))
 
     def value(self, name: str, users: Sequence[str], starts: Starts) -> DeskValue:
         """Mean value of a policy with these kinds of users and first messages, which training need not show."""

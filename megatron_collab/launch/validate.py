@@ -273,6 +273,6 @@ def check_teacher(config: Config, described: Path | None = None) -> ModelShape |
 def read_shape(config: PlayConfig, described: Path | None = None) -> ModelShape:
     """The shape of model.path, from its config.json or from the file `described`. Raises ConfigError."""
     world = config.data.world
-    start = f"{world}_costs" if world == "desk" and config.data.world_options else world
+    start = f"{world}_costs" if world == "desk" and config.data.world_options.get("costs") else world
     hint = f"; experiment={start}_sft trains the model {start} starts from" if world in ("booking", "desk") else ""
     return shape_of_setting("model.path", config.model.path, described, hint)

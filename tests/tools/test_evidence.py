@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_collab.reproduce.plan import StudyOptions, chains
 from megatron_collab.reproduce.results import ArmResult
-from megatron_collab.reproduce.study import Column, Study
+from megatron_collab.reproduce.study import Column, Study, read
 from megatron_collab.statistics import difference, mean
+from tools import demo
 from tools.bench import evidence
 from tools.bench.evidence import Trainings
 
@@ -37,9 +39,9 @@ def trainings() -> Trainings:
 
 def test_the_committed_pages_and_figure_have_the_committed_results(tmp_path: Path) -> None:
     tasks = evidence.read()
-    for file, lines in ((evidence.PAGE, evidence.tables), (evidence.README, evidence.summary)):
+    for file, lines in ((evidence.PAGE, evidence.page_lines(tasks)), (evidence.README, evidence.summary(tasks))):
         text = file.read_text()
-        assert evidence.with_tables(text, lines(tasks)) == text
+        assert evidence.with_tables(text, lines) == text
     evidence.draw(tasks, tmp_path / "drawn.svg")
     assert (tmp_path / "drawn.svg").read_text() == evidence.PICTURE.read_text()
 
@@ -59,6 +61,13 @@ def test_the_primary_difference_is_paired_by_problem(trainings: Trainings) -> No
 def test_the_rival_is_the_better_reward_of_the_turn_alone(trainings: Trainings) -> None:
     trainings.seeds["seed1"]["arms"]["single_turn"] = arm({"a": 0.7, "b": 0.8, "c": 0.8})
     assert evidence.values({"cost_0.10": trainings})["mr_minus_best_single_turn"] == pytest.approx(0.1 / 3)
+    trainings.seeds["seed1"]["arms"]["priced_bonus"] = arm({"a": 0.7, "b": 0.8, "c": 1.0})
+    measured = evidence.values({"cost_0.10": trainings})
+    assert measured["mr_minus_best_single_turn"] == pytest.approx(-0.1 / 3)
+    trainings.seeds["seed1"]["arms"]["open_bonus"] = arm({"a": 1.0, "b": 1.0, "c": 1.0})
+    assert evidence.values({"cost_0.10": trainings}) == measured, "it is told which slots are open"
+    [row] = [line for line in evidence.aims(measured) if "lower end" in line]
+    assert row == f"| lower end of its interval | > 0 | {measured['interval_low']:.3g} |"
 
 
 def test_regrets_are_of_the_trainings_that_have_both_arms(trainings: Trainings) -> None:
@@ -84,6 +93,9 @@ def test_the_table_has_predictions_and_results_side_by_side(trainings: Trainings
     assert rows[1][:3] == ["| optimal, predicted", "0.900", "0.000"]
     assert [row[0] for row in rows[4:]] == ["| SFT (1)", "| Single turn, best bonus (1)", "| GRPO-MR, window 3 (1)"]
     assert rows[6][1] == mean([[0.7], [0.8], [0.9]]).text() and rows[6][3].startswith("+0.100 [")
+    trainings.seeds["seed1"]["arms"]["bonus"]["sampled_tokens"] = 1500.0
+    assert trainings.with_arms("bonus").equality().endswith("to 1,500 (Single turn, best bonus).")
+    assert not Trainings({}).equality()
 
 
 def test_the_summary_says_how_many_trainings_an_arm_has(trainings: Trainings) -> None:
@@ -111,6 +123,15 @@ def test_regret_is_of_the_trainings_of_both_arms(trainings: Trainings) -> None:
     regrets = {row[0].removeprefix("| "): (row[2], row[3]) for row in rows}
     assert regrets["GRPO-MR, window 1 (1)"] == ("0.400", ""), "from its own optimum; no training has it and the bonus"
     assert regrets["Single turn, best bonus (1)"] == ("0.200", "")
+
+
+@pytest.mark.parametrize("name", ["desk", "credit_desk", "desk_costs"])
+def test_predictions_are_of_the_tasks_that_are_played(name: str, tmp_path: Path) -> None:
+    """So that a regret compares like with like."""
+    small = tmp_path / "small.yaml"
+    small.write_text(yaml.safe_dump(demo.small_study(demo.SMOKE)))
+    for study in (read(name), read(str(small))):
+        assert {f"data.world_options.evaluated={task.eval_tasks}" for task in study.tasks.values()} <= {*study.settings}
 
 
 def test_trainings_of_any_seed_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

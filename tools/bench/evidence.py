@@ -8,8 +8,9 @@ From all files in docs/evidence, those of earlier runs too, the tables in docs/e
 docs/figures/evidence.svg are made anew. --smoke changes nothing.
 
 Values, at the cost that is worst for us: `mr_minus_best_single_turn`, the primary difference, which is the utility of
-GRPO-MR with window 3 less that of the better arm that is rewarded for the turn alone; `interval_low`, the lower end of
-its interval; `regret_over_myopic`, the ratio of their regrets, all over the trainings that have both arms and SFT. From
+GRPO-MR with window 3 less that of the best arm that is rewarded for the turn alone and is not told which slots are
+open; `interval_low`, the lower end of its interval; `regret_over_myopic`, the ratio of their regrets, all over the
+trainings that have both arms and SFT. The page has them beside what was aimed at. From
 the last lines of other benches, in docs/evidence/: `futures_saved`, `planted_hacks_caught`, `overfit_caught`. The last
 line is one JSON object.
 """
@@ -24,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
@@ -45,7 +47,7 @@ STUDY = studies.read("desk")
 BEGIN, END = "<!-- tables: tools/bench/evidence.py -->", "<!-- end of the tables -->"
 MEASURE = "goals/desk_utility"  # the primary one
 MYOPIC, MULTITURN = "bonus", "window_3"  # the arms of the primary comparison
-TURN_ALONE = ("single_turn", MYOPIC)  # arms that are rewarded for it
+TURN_ALONE = ("single_turn", MYOPIC, "priced_bonus")  # arms that are rewarded for it
 KEPT = {"estimator": ("futures_saved",), "sentinels": ("planted_hacks_caught", "overfit_caught")}  # by bench
 OPTIMAL, BEST_BONUS, AT_ONCE = "optimal", "single turn, best bonus", "answers now"  # predictions
 PROMISED = {OPTIMAL: OPTIMAL, AT_ONCE: "answers at once"}
@@ -65,6 +67,14 @@ HEADS = (
     "utility", "regret", "over the best bonus", "utility if incomplete", "right", "questions", "needless", "asks open",
     "asks guessable", "tokens", "optimizer steps", "sampled tokens",
 )  # fmt: skip
+AIMS = {
+    "mr_minus_best_single_turn": ("GRPO-MR, window 3, less the best arm that is rewarded for the turn alone", ""),
+    "interval_low": ("lower end of its interval", "> 0"),
+    "regret_over_myopic": ("regret of window 3 as a share of that arm's", "≤ 0.5"),
+    "futures_saved": ("share of futures saved at equal variance, nothing at equal tokens", "≥ 0.5"),
+    "planted_hacks_caught": ("planted reward hacks that the sentinels catch", "≥ 5"),
+    "overfit_caught": ("planted overfits to the users of training that are caught", "≥ 1"),
+}
 PACKAGES = ("torch", "sglang", "megatron-core", "numpy")
 
 
@@ -92,15 +102,13 @@ class Trainings:
         return Trainings({name: seed for name, seed in self.seeds.items() if all(arm in seed["arms"] for arm in arms)})
 
     def compared(self) -> tuple[str, Trainings] | None:
-        """The better arm that is rewarded for the turn alone, and the trainings that have it, window 3 and SFT.
+        """The arm rewarded for the turn alone over which window 3 gains least, and the trainings of both and of SFT.
 
         None if there are no such trainings.
         """
-        rivals = [arm for arm in TURN_ALONE if self.with_arms("sft", arm, MULTITURN).seeds]
-        if not rivals:
-            return None
-        rival = rivals[0] if len(rivals) > 1 and self.gain(*rivals).value > 0 else rivals[-1]
-        return rival, self.with_arms("sft", rival, MULTITURN)
+        rivals = {arm: self.with_arms("sft", arm, MULTITURN) for arm in TURN_ALONE}
+        trained = {arm: shared for arm, shared in rivals.items() if shared.seeds}
+        return min(trained.items(), key=lambda rival: rival[1].gain(MULTITURN, rival[0]).value, default=None)
 
     def gain(self, arm: str, over: str) -> Estimate:
         """The difference in utility, paired by training and problem."""
@@ -119,6 +127,15 @@ class Trainings:
         values = [seed["arms"][arm][key] for seed in self.seeds.values() if arm in seed["arms"]]
         return fmean(values) if all(values) else nan
 
+    def equality(self) -> str:
+        """Which arm that samples its conversations sampled the fewest tokens, and which the most; "" if none does."""
+        tokens = {arm: self.effort(arm, "sampled_tokens") for arm in self.arms}
+        online = sorted((arm for arm in tokens if not isnan(tokens[arm])), key=tokens.__getitem__)
+        if not online:
+            return ""
+        fewest, most = (f"{tokens[arm]:,.0f} ({STUDY.arms[arm].title})" for arm in (online[0], online[-1]))
+        return f"Sampled tokens of the online arms: from {fewest} to {most}."
+
     def predicted(self, policy: str, key: str) -> float:
         return fmean(seed["predicted"][policy][key] for seed in self.seeds.values())
 
@@ -136,15 +153,15 @@ def results(runs: Path, study: studies.Study = STUDY) -> Iterator[tuple[Chain, d
         seeds = (folder.name.removeprefix("seed") for folder in (runs / name).glob("seed*"))
         for seed in sorted(int(seed) for seed in seeds if seed.isdecimal()):
             seeded = replace(study, first_seed=seed)
-            [chain] = chains(seeded, options, name)
+            [trained] = chains(seeded, options, name)
             arms = {
-                arm: _arm(columns, chain.title) | asdict(training_effort(runs / chain.title / arm))
+                arm: _arm(columns, trained.title) | asdict(training_effort(runs / trained.title / arm))
                 for arm in study.arms
                 if any(columns := results_of(seeded, options, name, arm) or ())
             }
             if arms:
-                predicted = json.loads((runs / chain.title / str(task.reference)).read_text())
-                yield chain, {"predicted": predicted, "arms": arms}
+                predicted = json.loads((runs / trained.title / str(task.reference)).read_text())
+                yield trained, {"predicted": predicted, "arms": arms}
 
 
 def _arm(columns: Sequence[ArmResult | None], training: str) -> dict[str, Any]:
@@ -211,10 +228,39 @@ def tables(tasks: Mapping[str, Trainings]) -> Iterator[str]:
             effort = [_whole(trainings.effort(arm, key)) for key in ("optimizer_steps", "sampled_tokens")]
             cells = [utility.text(), f"{regret:.3f}", gain, *shown, *effort]
             yield f"| {STUDY.arms[arm].title} ({trainings.number(arm)}) | {' | '.join(cells)} |"
+        yield from ("", trainings.equality())
 
 
 def _whole(value: float) -> str:
     return "" if isnan(value) else f"{value:,.0f}"
+
+
+def held_out(tasks: Mapping[str, Trainings]) -> Iterator[str]:
+    """The tables of docs/evidence.md that have the utility on each held-out set, one for each cost."""
+    for name, trainings in tasks.items():
+        if not trainings.arms:
+            continue
+        sets = [*STUDY.tasks[name].eval_sets]
+        yield from ("", f"### What is held out: {STUDY.tasks[name].title.lower()}", "")
+        yield from (f"| utility | {' | '.join(sets)} |", "|---" * (len(sets) + 1) + "|")
+        for policy in (OPTIMAL, AT_ONCE):
+            reached = [f"{trainings.predicted(policy, f'{split}/desk_utility'):.3f}" for split in sets]
+            yield f"| {policy}, predicted | {' | '.join(reached)} |"
+        for arm in trainings.arms:
+            reached = [f"{trainings.mean(arm, f'{split}/desk_utility'):.3f}" for split in sets]
+            yield f"| {STUDY.arms[arm].title} ({trainings.number(arm)}) | {' | '.join(reached)} |"
+
+
+def page_lines(tasks: Mapping[str, Trainings]) -> Iterator[str]:
+    """All that is made anew in docs/evidence.md."""
+    return chain(tables(tasks), held_out(tasks), aims(values(tasks)))
+
+
+def aims(measured: Mapping[str, float]) -> Iterator[str]:
+    """The table of docs/evidence.md that has the values of the bench beside what was aimed at."""
+    yield from ("", "### What was aimed at", "", "| at the worse cost | aim | measured |", "|---|---|---|")
+    for name, (title, aim) in AIMS.items():
+        yield f"| {title} | {aim} | {f'{measured[name]:.3g}' if name in measured else ''} |"
 
 
 def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
@@ -299,11 +345,11 @@ def main() -> None:
     if arguments.runs:
         head = ["git", "rev-parse", arguments.commit or "HEAD"]
         commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-        for chain, content in results(arguments.runs):
-            update(FOLDER / f"{chain.title}.json", content, commit)
+        for trained, content in results(arguments.runs):
+            update(FOLDER / f"{trained.title}.json", content, commit)
     tasks = read()
     if not arguments.smoke:
-        for file, lines in ((PAGE, tables(tasks)), (README, summary(tasks))):
+        for file, lines in ((PAGE, page_lines(tasks)), (README, summary(tasks))):
             files.replace(file, with_tables(file.read_text(), lines))
         draw(tasks, PICTURE)
     print(json.dumps({"name": "evidence", "values": values(tasks)}))
