@@ -62,6 +62,11 @@ EQUAL_FORMULAS = [
     ("1, 2", r"\{2, 1\}"),
     ("3, -3", r"x = 3 \text{ or } x = -3"),
     ("[1, 3)", r"1 \le x < 3"),
+    ("(2, 3)", "(x, y) = (2, 3)"),
+    (r"\frac{1}{2}x", r"1/2 \cdot x"),
+    ("1/2x + 1/2x", "2/2x"),  # in either reading
+    (r"\frac{\ln 3}{\ln 2}", r"\frac{\log 3}{\log 2}"),  # of any base
+    (r"\log_{10} 100", "2"),
     (r"1-\frac{1}{\mathrm{e}}", r"\frac{e-1}{e}"),
 ]
 DIFFERENT = [
@@ -83,6 +88,8 @@ DIFFERENT_FORMULAS = [
     ("(1, 2, 3)", "(1, 2, 4)"),
     ("[1, 3)", "[1, 3]"),
     ("x^2 + 1", "x^2 - 1"),
+    ("1/2x", "3/2x"),
+    (r"\ln 2", r"\log 3"),
 ]
 UNCLEAR = [
     ("5", "at least 5"),
@@ -124,6 +131,18 @@ UNCLEAR_FORMULAS = [
     (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),  # which math-verify calls equal
     ("7r + t", "7r + T"),
     *(("42", answer) for answer in ("42ล้าน", "42หรือ43", "42 บาท", "42万", "42以上")),
+    ("(2, 3)", "(y, x) = (2, 3)"),
+    # what is below the slash, or in the exponent, and to which base
+    *((r"y = \frac{1}{2}x + 3", f"y = {answer} + 3") for answer in ("1/2x", "1/2 x")),
+    *(("y = 1/2x + 3", answer) for answer in (r"\frac{1}{2}x + 3", r"\frac{1}{2x} + 3")),
+    *((r"\frac{4}{3}\pi r^3", "4/3 π r^3"), (r"\frac{2}{3}\pi", "2/3 π"), (r"\frac{1}{2}gt^2", "1/2 g t^2")),
+    *(
+        (r"\sqrt{x}", "x^1/2"),
+        ("e^{2x}", "e^2x"),
+        (r"\frac{1}{2}\lambda", r"1/2\lambda"),
+        (r"\frac{x}{2}|y|", "x/2|y|"),
+    ),
+    *((r"\ln(2)", r"\log 2"), (r"x\ln x - x + C", r"x\log x - x + C"), (r"\log 100", "2")),
     ("5", r"5 + garbage \foo"),
     ("18", "9^{9^{9^{9}}}"),
 ]

@@ -86,7 +86,17 @@ STATED = [
     ("The answer is 2**10.", "2**10."),
     ("ANSWER: 18\n\n(16 - 3 - 4 = 9; 9 * 2 = 18)", "18"),
     ("The answer is **5**. So each of them gets 5 apples. I hope this helps!", "5."),  # a number is repeated
-    ("The answer is 5. Double-check: 2 * 5 = 10.", "5."),
+    ("The answer is 5. Double-check: 10 / 2 = 5.", "5."),
+    ("The answer is 1,250. So she has $1250 left.", "1,250."),
+    ("The answer is B. So the letter of the 3rd option is B.", "B."),
+    ("So it is 60.\n\nNote that there are two people, so they pay 120 together.", "120 together."),
+    ("So the total is 60.\nNote that it is 2 * 30 = 60.", "60."),
+    ("So the number of eggs is 9.\nYou can sell each for $2, so the total is $18.", "$18."),
+    ("The answer is 42. If you like, I can also show the other 3 methods.", "42."),
+    ("The answer is 42. Happy to explain step 3.", "42."),
+    ("~~The answer is 16.~~ The answer is 17.", "17."),
+    (r"**Solution:** \boxed{7}", "7"),
+    (r"Adding up: \boxed{7}", "7"),
     ("The answer is 8. That's not right, though. So it is 6.", "6."),
 ]
 
@@ -119,6 +129,28 @@ def test_what_a_reply_states(reply: str, answer: str) -> None:
         *("The answer is 18. This contradicts the problem.", "The answer is 18. I'm not sure about it."),
         # a remark in brackets, which is no factor
         *("The answer is 10 (4 + 6).", "So it is 10 (4 + 6)."),
+        # a value that is used further, whatever the words: of two values the last one may be meant
+        "So the number of eggs left is 9.\nSince we can sell each one for $2, we get 9 * 2 = 18 dollars.",
+        *(
+            "The answer is 8. But we can only take half, which leaves 4.",
+            "So it is 8. You can add one, which makes nine.",
+        ),
+        "So the total is 60.\n\nNote that 2 people pay 120 together.",
+        *(r"\boxed{4}. Check: f(4) = 7, but it should be 9.", "The answer is 5. Double-check: 2 * 5 = 10."),
+        *("The answer is 8. I can also count the last one, making it 9.", "The answer is 8. Next step: halve it."),
+        *("The answer is 8. I can also show that it is 9.", "So it is 8. If we count Sunday, we get 9."),
+        # a number that is repeated on the way to another, or changed
+        *("The answer is 8. Adding the 8 from yesterday makes 16.", r"\boxed{8}. Adding 8 more gives 16."),
+        *("The answer is 8. We still have to add the other 8.", "The answer is 8. Ann also has 8."),
+        *(
+            "The answer is 8. That makes 8 dozen.",
+            "The answer is 4. So x is -4.",
+            "The answer is 8. It is 8 times as much.",
+        ),
+        "The answer is B. Option B has 5 sides, and C has 6.",
+        # struck, or a box behind words that name no answer
+        *("~~The answer is 16.~~", "The answer is ~~16~~", "<del>The answer is 16.</del>", r"~~\boxed{16}~~"),
+        *(r"about: \boxed{16}", r"I reject: \boxed{16}", r"For example: \boxed{16}"),
         # another number or a statement follows
         *(
             "So the number of boys is 5. That leaves eight girls.",
@@ -146,8 +178,29 @@ def test_what_states_nothing_surely(reply: str) -> None:
 
 
 def test_an_earlier_reply_counts_before_a_closing() -> None:
-    assert stated_answer(["The answer is 42.", "You're welcome!"]) == "42."
+    closings = ("You're welcome!", "Glad I could help, Anna. Let me know if you have other questions.", "¡De nada!")
+    for closing in (*closings, "Good luck with your exam and have a great day!"):
+        assert stated_answer(["The answer is 42.", closing]) == "42."
     assert stated_answer(["The answer is 42.", "So it is 48."]) == "48."
     assert stated_answer(["The answer is 42.", "See page 7."]) is None
     assert stated_answer(["The answer is 8.", "Good luck! You see, you need six."]) is None
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *("You're right, glad you caught it! The tax should be subtracted.", "Happy to fix it: subtract the tax."),
+        *("Good question! You would have to double it, since both of them pay.", "Glad you noticed my error!"),
+        *(
+            "You're welcome! Double it for the way back.",
+            "Let me know if it should be doubled.",
+            "De nada, pero falta uno.",
+        ),
+    ],
+)
+def test_a_reply_that_says_more_than_a_closing_counts(reply: str) -> None:
+    assert stated_answer(["The answer is 42.", reply]) is None
+
+
+def test_a_withdrawal_counts_without_a_new_answer() -> None:
     assert stated_answer(["The answer is 42.", "Sorry, that was wrong. Which box is full?"]) is None

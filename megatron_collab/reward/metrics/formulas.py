@@ -26,6 +26,15 @@ _UNREAD = re.compile(
     r"\d\s*_|~|^[\d.,]+!$|^\d+(?:[.,]\d+)*-\d+(?:[.,]\d+)*$|(?<=[({\[,])-?\d{1,3},\d{3}(?!\d)|:|'|%"
     r"|\d\s*\^\{\d+\s*\^|\\(?:text|overline|bar|approx|sim|l?dots|mid|circ|hat|tilde|underline|pmod|mod)\b|[\u0080-\uffff]"
 )
+_FACTOR = (  # the beginning of one: a letter, a bracket, or a command that is no operator
+    r"[a-zA-Z(]|\|(?=[a-zA-Z])"
+    r"|\\(?!(?:cdot|times|div|le|ge|neq?|pm|mp|cup|cap|in|to|right|text|end)(?![a-zA-Z]))[a-zA-Z]"
+)
+_TWO_READINGS = (  # notations that the parser reads in one way and many writers mean in another one
+    (re.compile(rf"(/(?:\d+(?:\.\d+)?|[a-zA-Z]|\\pi|\([^()]*\))(?:\^\w)?) ?(?={_FACTOR})"), r"\1\\cdot "),  # 1/2x
+    (re.compile(r"\^(1/\w+|(?<=e\^)\d+[a-zA-Z])"), r"^{\1}"),  # x^1/2 and e^2x
+    (re.compile(r"\\log(?![_a-zA-Z])"), r"\\ln "),
+)
 
 
 def verdict(truth: str, answer: str) -> Verdict:
@@ -44,10 +53,21 @@ def verdict(truth: str, answer: str) -> Verdict:
 
 def _of_formulas(expected: Measured, stated: Measured) -> Verdict:
     """The verdict of formulas with comparable units."""
-    values = [_digits(side.value) for side in (expected, stated)]
+    values = _digits(expected.value), _digits(stated.value)
     if any(_UNREAD.search(value) for value in values):
         return Verdict.UNCLEAR
-    pair = _aligned(*values)
+    readings = {values}
+    for notation, meant in _TWO_READINGS:
+        readings |= {(notation.sub(meant, truth), notation.sub(meant, answer)) for truth, answer in readings}
+    verdicts = {_of_values(*reading) for reading in readings}
+    result = verdicts.pop() if len(verdicts) == 1 else Verdict.UNCLEAR
+    certain = result is Verdict.EQUAL or stated.unit or not expected.unit
+    return result if certain else Verdict.UNCLEAR
+
+
+def _of_values(expected: str, stated: str) -> Verdict:
+    """The verdict of formulas without units, as the parser reads them."""
+    pair = _aligned(expected, stated)
     if pair is None or _brackets(pair[0]) != _brackets(pair[1]):
         return Verdict.UNCLEAR
     truth, answer = map(_parsed, pair)
@@ -59,8 +79,7 @@ def _of_formulas(expected: Measured, stated: Measured) -> Verdict:
     evaluated = _same(truth, answer)
     if equal and evaluated:
         return Verdict.EQUAL
-    certain = evaluated is False and not equal and (stated.unit or not expected.unit)
-    return Verdict.DIFFERENT if certain else Verdict.UNCLEAR
+    return Verdict.DIFFERENT if evaluated is False and not equal else Verdict.UNCLEAR
 
 
 def _digits(text: str) -> str:
@@ -76,6 +95,9 @@ def _aligned(expected: str, stated: str) -> tuple[str, str] | None:
     (name, value), (other_name, other) = _named(expected), _named(stated)
     if name and other_name:
         return (value, other) if name == other_name else None
+    letters = re.findall(r"\w+", name + other_name)
+    if (name + other_name).startswith("(") and letters != sorted(letters):
+        return None  # (y, x) = (2, 3) has another order than (2, 3) may have
     if name and not _EQUALS.search(stated):
         return value, other
     if other_name and not _EQUALS.search(expected):

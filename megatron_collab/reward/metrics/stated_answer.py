@@ -2,14 +2,16 @@
 
 1. Where it stands. In a reply, the last of: a box; a line after "####"; a sentence that says what "the answer" is; a
    conclusion ("so", "in total", or a sentence about "it" or "the result") that ends in "is", "=", "has" and a value.
-   Sentences that ask count for nothing, and neither do those that begin with a hedge, a condition or a check.
+   Sentences that ask count for nothing, and neither do those that begin with a hedge, a condition or a check, nor
+   struck text.
 2. How sure it is. All that follows the verb up to the end of the sentence is the answer ("at least 5", "5 million"), so
-   it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb, and
-   punctuation or a unit follows it. Hedges within the subject ("the number of possible values is") change nothing.
-3. What may follow. Questions, offers, checks that deny nothing, and a closing; of a marked answer (box, "####",
-   "answer") also sentences with numbers, if the last repeats the answer's. A reply that takes something back withdraws
-   all before it.
-4. Which reply. The last one, or the one before a closing such as "You're welcome!".
+   it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb or the
+   name of an answer, and punctuation or a unit follows it. Hedges within the subject ("the number of possible values
+   is") change nothing.
+3. What may follow. Questions; offers, which begin as such and state no result; a closing; and whatever ends in the
+   answer again, as a check or working may. All else makes it unsure, e.g. other numbers and remarks. A reply that
+   takes something back withdraws all before it.
+4. Which reply. The last one, or the one before a reply of nothing but closings ("You're welcome!") and offers.
 
 Whatever is stated in another way, e.g. in a plain sentence without a conclusion, is not surely stated.
 """
@@ -28,28 +30,36 @@ def _any_of(*phrases: str) -> re.Pattern[str]:
     return re.compile("|".join(phrase if phrase[0] > "\u2e80" else rf"\b{phrase}\b" for phrase in phrases), re.I)
 
 
+_DIGITS = r"(?:(?<![\w)])[-\u2212])?\d+(?:[.,]\d+)*"
 _NUMBER = re.compile(
-    r"\d|\b(?:zero|none|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen|(?:twen|thir|fif)ty|dozen)\b",
+    rf"{_DIGITS}|\b(?:zero|none|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|\w+teen"
+    r"|(?:twen|thir|fif)ty|dozen)\b",
     re.I,
 )
+_WORD = re.compile(r"[^\W\d_]+")
 
 # Sentences that state nothing.
 _ASKS = re.compile(r"[?\uff1f][^\w?]*$")
-_OFFERS = _any_of(
-    *("let me know", "feel free", "tell me", "happy to", "glad to", "shall (?:i|we)", "should (?:i|we)", "want to"),
-    *("want me to", "would you", "i (?:can|could|will|would) (?:also|then|help|show|explain|draw|give you|go)"),
-    *("next steps?", "if you (?:had|like|want|prefer|need)", "you (?:can|could)", "we (?:can|could)"),
-)
-_ASIDE = re.compile(
-    r"^\W*(?:(?:let's |let us |let me |to |a |quick )*(?:(?:double-?)?check|verif\w*|sanity|proof|probe|zur probe)"
-    r"|you (?:asked|said|wrote)|for (?:comparison|example|instance)|note|remember)\b",
+_OFFERS = re.compile(
+    r"^\W*(?:(?:and|or|also|so|please|otherwise|of course|if you(?:'d)? (?:like|want|prefer|need)\b[^,]{0,60},)\s+)*"
+    r"(?:let me know|feel free|don't hesitate|tell me|(?:do you )?want (?:me )?to|would you|(?:shall|should) (?:i|we)"
+    r"|(?:(?:i'm|i am|i'd be|i would be|always) (?:\w+ )?)?(?:happy|glad) to (?:help|explain|show|walk|answer|solve)"
+    r"|i(?:'ll| can| could| will| would) (?:(?:also|then|gladly) )*(?:help|show|explain|draw|give you|walk|solve|work)"
+    r"|(?:next steps?\W+)?try (?:it|this|another)|(?:is there )?anything else|do you (?:have|need|want)"
+    r"|m\u00f6chtest du|soll ich|quieres|algo m\u00e1s|veux-tu)\b",
     re.IGNORECASE,
 )
-_HEDGED = re.compile(  # at the beginning of a clause
+_RESULT = re.compile(  # in an offer
+    rf"=|(?:\b(?:is|are|be|it|gives?|giving|makes?|making|leaves?|leaving|gets?|equals?|which|so|thus)|'s)\W+"
+    rf"(?:{_NUMBER.pattern})",
+    re.IGNORECASE,
+)
+_HEDGED = re.compile(  # at the beginning of a clause: a hedge, a condition or a check
     r"^\W*(?:(?:and|but|so|then|well|also|therefore|thus|hence),? )*"
     r"(?:maybe|perhaps|possibly|probably|if|unless|suppose|assum(?:ing|e)|whether|not|someone|some|many|a common|let"
     r"|that the|say|i (?:guess|first|thought|believe|doubt|suspect|am not)|i'm not|one (?:might|could|may)|what if"
-    r"|imagine|you (?:said|asked|wrote)|vielleicht|wenn|falls|tal vez|quiz\S+|si|peut-\S+)\b",
+    r"|imagine|you (?:said|asked|wrote)|for (?:comparison|example|instance)|vielleicht|wenn|falls|tal vez|quiz\S+|si"
+    r"|peut-\S+|(?:to |a |quick )*(?:(?:double-?)?check\w*|verif\w*|sanity|proof|zur probe|probe))\b",
     re.IGNORECASE,
 )
 _WITHDRAWS = _any_of(
@@ -62,10 +72,24 @@ _WITHDRAWS = _any_of(
     *("not true", "das (?:ist|war) falsch", "moment", "espera", "perd\u00f3n", "lo siento", "es incorrecto"),
     *("不对", "错了", "抱歉"),
 )
-_CLOSES = _any_of(
-    *("welcome", "glad", "happy", "pleasure", "no problem", "any ?time", "good luck", "great day", "bye"),
-    *("good question", "take care", "have fun", "enjoy", "congratulations", "well done", "hope (?:this|it)", "gern"),
-    *("de nada", "不客气"),
+_CLOSING = (
+    r"(?:(?:you(?:'re| are) )?(?:(?:very|most|always|so) )?welcome|(?:it was )?(?:my|a) pleasure|no (?:problem|worries)"
+    r"|(?:(?:i'm|i am) )?(?:(?:so|very|always) )?(?:glad|happy|pleased) (?:to (?:help|hear)|(?:that )?i could help"
+    r"|(?:(?:that|it|this|everything) )+(?:help(?:s|ed)|makes sense|work(?:s|ed)|(?:is|was) (?:clear|helpful|useful)))"
+    r"|(?:i )?hope (?:this|it|that)(?: answer| explanation)? (?:helps?|helped|clears?|(?:is|was) (?:correct|right|clear"
+    r"|helpful|useful))"
+    r"|any ?time|good luck|have an? (?:great|nice|good|wonderful|lovely)|have fun|enjoy|(?:good)?bye|take care|see you"
+    r"|congratulations|well done|gern(?: geschehen)?|de nada|de rien|不客气)"
+)
+_TO_WHOM = (  # and for what; nothing else may follow a closing
+    r"(?: at all| again| then| too| now| any ?time| so much| things up| clarify| (?:to )?understand| day| evening"
+    r"| week(?:end)?| (?:it|you|this|that|everything)| your(?: [^\W\d][\w'-]*){1,2}"
+    r"| (?:with|for|on|in) (?:it|you|everything|(?:this|that|your|the|my)(?: [^\W\d][\w'-]*){0,2}))*"
+)
+_CLOSES = re.compile(
+    rf"^\W*(?:(?:and|so|ok(?:ay)?|great|sure|perfect|thanks|thank you)\W+)*{_CLOSING}{_TO_WHOM}"
+    rf"(?:(?:,? and|,) {_CLOSING}{_TO_WHOM}|, [^\W\d]\w*)?\W*$",
+    re.IGNORECASE,
 )
 
 # Sentences that state an answer.
@@ -106,8 +130,10 @@ _OF_A_PART = _any_of(  # subjects of which something is stated that is no answer
     *("never", "without", "before", "instead"),
 )
 _LEADS_TO_BOX = re.compile(  # the end of the text before a box
-    r"(?:^|[:=,#]|\b(?:is|are|was|be|equals?|to|gets?|obtain|gives?|yields?|have|has|therefore|thus|hence|so|then|answer"
-    r"|find|conclude|that|there|makes?|of|needs?|pays?|earns?|ist|lautet|es|est|sind|son)|[是为]|答えは)[\s$\\(\[{*]*$",
+    r"(?:^|[=,#]|(?:\b(?:is|are|was|be|equals?|to|gets?|obtain|gives?|yields?|have|has|therefore|thus|hence|so|then"
+    r"|find|conclude|that|there|makes?|of|needs?|pays?|earns?|(?:add|simplify|comput|calculat|substitut)ing(?: \w+)?"
+    r"|(?:answer|solution|result|total|value|antwort|ergebnis|l\u00f6sung|respuesta|soluci\u00f3n|r\u00e9ponse)"
+    r"(?: final\w*)?|ist|lautet|es|est|sind|son)|[是为]|答案|答えは):?)[\s$\\(\[{*]*$",
     re.IGNORECASE,
 )
 _DENIES = _any_of(
@@ -115,6 +141,12 @@ _DENIES = _any_of(
     *("most", "whether", "negative", "minus", "none", "neither", "never", "nobody", "wrong", "incorrect", "impossible"),
     *("errors?", "fails?", "too", r"contradict\w*", "bound", "roughly", "approximately", "nicht", "kein", "nunca"),
     *("vielleicht", "no (?:es|son)", "quiz\u00e1s?", "不", "可能", "也许"),
+)
+_BEHIND_A_VERB = re.compile(rf"(?:^|\b{_VERB}|:)\W*(?:\\[a-z]+\W*)*$", re.IGNORECASE)
+_CHANGES = re.compile(  # a number that is repeated
+    r"%|\b(?:also|another|other|again|more|less|half|twice|double|times|percent|hundred|thousand|million)\b"
+    r"|,\s*[^\W\d]",
+    re.IGNORECASE,
 )
 _AFTER_BOX = re.compile(
     r"(?:[\s$\\)\]}.,;:*。]|!(?![\s}]*(?:\$|\\[)\]])))*(?:(?:is|as) (?:the|our|my) (?:final |correct )?answer\W*)?"
@@ -126,6 +158,7 @@ _UNBROKEN = re.compile(
     rf"\$\$.{{1,{LONGEST}}}?\$\$|\\\[.{{1,{LONGEST}}}?\\\]|\\begin\{{(\w+\*?)\}}.{{1,{LONGEST}}}?\\end\{{\1\}}",
     re.DOTALL,
 )
+_STRUCK = re.compile(rf"(?<!\S)~~(?!\s).{{1,{LONGEST}}}?~~(?!\w)|<(s|del|strike)>.{{1,{LONGEST}}}?</\1>", re.DOTALL)
 _BOUNDARY = re.compile(  # of sentences, and of offers within one
     r"(?<!e\.g)(?<!i\.e)(?<!vs)[.!?][\"'\u201d)*_$\\\]]*(?P<gap>\s+)(?!m\b|am\b|pm\b)|(?<=[。！？])(?P<cjk>\s*)|\n|;(?!\\)"
     r"|[,\u2013\u2014]?\s+-{0,2}\s*(?=(?:would you|do you|want me|let me know|feel free|tell me)\b)",
@@ -137,18 +170,18 @@ _PLAIN = str.maketrans({"\u2019": "'", "\uff0c": ",", "\uff1a": ":"})
 
 
 class Reading(NamedTuple):
-    """What a reply states: an answer, or None; whether it takes earlier answers back, and only closes the talk."""
+    """What a reply states: an answer, or None; and whether it takes earlier answers back."""
 
     answer: str | None
     withdraws: bool
-    closes: bool
 
 
 def stated_answer(replies: Sequence[str]) -> str | None:
     """The answer that the replies surely state, by the rules above; None if there is none or it is not sure."""
     for reply in reversed(replies):
-        reading = _read(_BLANKS.sub(_one_blank, reply.translate(_PLAIN)).strip())
-        if reading.answer is not None or reading.withdraws or not reading.closes:
+        text = _BLANKS.sub(_one_blank, reply.translate(_PLAIN)).strip()
+        reading = _read(text)
+        if reading.answer is not None or reading.withdraws or not _closes(text):
             return reading.answer
     return None
 
@@ -176,26 +209,31 @@ def _read(reply: str) -> Reading:
             line = marked_line(sentence)
             if line and not re.search(r"[a-z]{3,} [a-z]{2,}", re.sub(r"\\\w+\{[^{}]*\}", "", line)):
                 marked, unsure = line, False
-        elif _ASIDE.search(sentence):
-            unsure = unsure or bool((marked or concluded) and _DENIES.search(sentence))
-        elif not _OFFERS.search(sentence):
+        else:
             for clause in _CLAUSE.split(sentence):
                 if len(clause) > 4 * LONGEST:  # patterns backtrack over it
                     unsure = True
-                elif _HEDGED.search(clause):
-                    unsure = unsure or marked is not None
-                elif statement := _ANSWER.match(clause):
+                elif _CLOSES.match(clause) or _offers(clause) or not re.search(r"\w", clause):
+                    continue
+                elif (hedged := _HEDGED.match(clause)) is None and (statement := _ANSWER.match(clause)):
                     marked = _marked(statement)
                     unsure = not marked
-                elif _NUMBER.search(clause):
-                    concluded = _conclusion(clause)
-                    unsure = unsure if marked is None else not _repeats(clause, marked)
-                elif re.search(r"\w", clause) and not _CLOSES.search(clause):
-                    concluded = _conclusion(clause)
-                    unsure = unsure or marked is not None
-    numberless = not (_NUMBER.search(reply) or boxed(reply))
-    closes = numberless and len(reply.split()) <= 40 and _CLOSES.search(reply) is not None
-    return Reading(None if unsure else marked or concluded, withdraws, closes)
+                else:
+                    repeats = _repeats(clause, marked or concluded or "")
+                    unsure = unsure if marked is None else not repeats
+                    concluded = (None if hedged else _conclusion(clause)) or (concluded if repeats else None)
+    return Reading(None if unsure else marked or concluded, withdraws)
+
+
+def _closes(reply: str) -> bool:
+    """Whether a reply only closes the talk: it has a closing, and all else offers."""
+    sentences = [sentence for sentence in _sentences(reply) if re.search(r"\w", sentence)]
+    offers = [sentence for sentence in sentences if not _CLOSES.match(sentence)]
+    return len(offers) < len(sentences) and all(map(_offers, offers)) and not _NUMBER.search(reply)
+
+
+def _offers(clause: str) -> bool:
+    return _OFFERS.match(clause) is not None and not _RESULT.search(clause)
 
 
 def _marked(statement: re.Match[str]) -> str | None:
@@ -207,11 +245,22 @@ def _marked(statement: re.Match[str]) -> str | None:
 
 
 def _repeats(clause: str, answer: str) -> bool:
-    """Whether a clause, or the last side of an equation, has all numbers of an answer; of one without, all words."""
-    sides = [text.rpartition("=")[2] for text in (answer, clause)]
-    word = r"\d+(?:[.,]\d+)*" if re.search(r"\d", sides[0]) else r"[^\W\d_]+"
-    needed, present = (set(re.findall(word, side)) for side in sides)
-    return needed <= present and not _DENIES.search(clause)
+    """Whether a clause ends in all numbers of the answer, or all its words if it has none, behind a verb or "=".
+
+    No other number may follow, and nothing may deny or change them.
+    """
+    token = _NUMBER if _NUMBER.search(answer) else _WORD
+    value, side = (text.rpartition("=")[2] for text in (answer, clause))
+    needed, present = ([*token.finditer(text)] for text in (value, side))
+    last = present[len(present) - len(needed) :]
+    if not needed or [_plain(a) for a in needed] != [_plain(b) for b in last]:
+        return False
+    behind_a_verb = _BEHIND_A_VERB.search(side[: last[0].start()])
+    return behind_a_verb is not None and not _DENIES.search(clause) and not _CHANGES.search(side)
+
+
+def _plain(token: re.Match[str]) -> str:
+    return token[0].replace(",", "").lower()
 
 
 def _conclusion(clause: str) -> str | None:
@@ -250,6 +299,7 @@ def _box(sentence: str) -> str | None:
 def _sentences(reply: str) -> Iterator[str]:
     """The sentences of a reply, without list and emphasis markup; a label and the line after it are one sentence."""
     text = _UNBROKEN.sub(lambda formula: " ".join(formula[0].split()), reply)
+    text = _STRUCK.sub("", text)
     text = re.sub(r"(?m)^[ \t]*(?:[-•*]|\d+[.)])[ \t]+(?=\S)", "", text).replace("`", "")
     text = re.sub(r"(?<![a-zA-Z0-9)])\*\*|\*\*(?![a-zA-Z0-9(])", "", text)  # no powers
     text = re.sub(r"(?i)(\banswer)[ \t]*\n\s*", r"\1: ", text)

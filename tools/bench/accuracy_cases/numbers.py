@@ -38,6 +38,34 @@ OFFERS = (
     "¿Quieres que lo haga también con {n} cajas?",
     "需要我再算一下{n}个的情况吗？",
 )
+CONTINUED = (  # behind a statement of n, which then is no longer the answer
+    "Since we can sell each one for $2, we get {m} dollars.",
+    "But we can only take a part, which leaves {m}.",
+    "You can use each of them twice, so there are {m}.",
+    "I can also count the last one, making it {m}.",
+    "Next step: apply the discount, giving {m}.",
+    "Note that both of them pay, so they pay {m} together.",
+    "Remember to include the driver: {m}.",
+    "Check: f({n}) = 7, but it should be 9, so the number is {m}.",
+    "Let me verify. The sum is {m}.",
+    "Adding those to the {n} from yesterday makes {m}.",
+    "Of these {n} some are broken, so {m} remain.",
+    "Each of the {n} counts for both, {m}.",
+    "Man kann das noch verdoppeln, also {m}.",
+    "Podemos duplicarlo y tenemos {m}.",
+    "我们可以再算一次，得到{m}。",
+)
+RETRACTED = (  # replies behind an answer
+    "You're right, glad you caught it! The tax should be subtracted.",
+    "Happy to fix it: subtract the tax from the total.",
+    "Good question! You would have to double it, since both of them pay.",
+    "I hope this helps: divide my answer by the number of weeks.",
+    "No problem, I will leave out the broken ones.",
+    "You're welcome! Double it for the way back.",
+    "Glad you noticed my error!",
+    "Gern geschehen, aber man muss es halbieren.",
+    "De nada, pero falta el impuesto.",
+)
 NO_ANSWERS = (
     "Let us look at page {n} first.",
     "Step {n} is to add the numbers up.",
@@ -73,6 +101,9 @@ NO_ANSWERS = (
     "Vielleicht ist die Antwort {n}.",
     "¿Es {n}?",
     "La respuesta no es {n}.",
+    "~~The answer is {n}.~~",
+    r"about: \boxed{{{n}}}",
+    r"I reject: \boxed{{{n}}}",
     "是{n}吗？",
     "答案不是{n}。",
     "答案可能是{n}。",
@@ -292,6 +323,16 @@ def _chat(draw: random.Random, n: Numbers) -> tuple[str, tuple[str, ...], Truth]
     return str(n["n"]), (_framed(draw, str(n[stated])), end), "right" if stated == "n" else "wrong"
 
 
+def _continued(draw: random.Random, n: Numbers) -> tuple[str, tuple[str, ...], Truth]:
+    first, last = draw.choice(("nm", "mn"))
+    reply = f"{_framed(draw, str(n[first]))}\n{draw.choice(CONTINUED).format(n=n[first], m=n[last])}"
+    return str(n["n"]), (reply,), "right" if last == "n" else "wrong"
+
+
+def _retracted(draw: random.Random, n: Numbers) -> tuple[str, tuple[str, ...], Truth]:
+    return str(n["n"]), (_framed(draw, str(n["n"])), draw.choice(RETRACTED)), "wrong"
+
+
 def _unit(draw: random.Random, n: Numbers) -> tuple[str, tuple[str, ...], Truth]:
     unit, other = (text.format(**n) for text in draw.choice(UNITS))
     reply = draw.choice((unit, other, unit.replace(str(n["n"]), str(n["m"]))))
@@ -310,5 +351,7 @@ CHANGES: Mapping[str, Callable[[random.Random, Numbers], tuple[str, tuple[str, .
     "no answer": _whole(NO_ANSWERS, "wrong"),
     "offer": _offer,
     "chat": _chat,
+    "continued": _continued,
+    "retracted": _retracted,
     "unit": _unit,
 }

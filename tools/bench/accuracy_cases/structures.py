@@ -100,7 +100,7 @@ def _point(draw: random.Random) -> Gold:
         f"{a}",
     )
     right = (f"({a},{b})", rf"\left({a}, {b}\right)", rf"( {a} , {b} )", rf"(x, y) = ({a}, {b})")
-    return Gold(f"({a}, {b})", right, wrong, (f"[{a}, {b}]", rf"\{{{a}, {b}\}}"))
+    return Gold(f"({a}, {b})", right, wrong, (f"[{a}, {b}]", rf"\{{{a}, {b}\}}", f"(y, x) = ({a}, {b})"))
 
 
 def _triple(draw: random.Random) -> Gold:

@@ -245,6 +245,21 @@ def _logarithm(draw: random.Random) -> Gold:
     return Gold(rf"\log_{{{a}}} {b}", (rf"\log_{a} {b}", rf"\frac{{\ln {b}}}{{\ln {a}}}", rf"\log_{{{a}}}({b})"), wrong)
 
 
+def _natural(draw: random.Random) -> Gold:
+    a, k = draw.randint(2, 30), draw.randint(2, 9)
+    right = (rf"\ln({a}) \cdot {k}", rf"{k}\ln({a})")
+    wrong = (rf"{k}\ln {a + 1}", rf"{k}\log_2 {a}", rf"-{k}\ln {a}", rf"{k + 1}\ln {a}")
+    return Gold(rf"{k}\ln {a}", right, wrong, (rf"{k}\log {a}", rf"{k}\log({a})"))
+
+
+def _grouping(draw: random.Random) -> Gold:
+    p, q = draw.choice([(p, q) for p in range(1, 12) for q in range(2, 12) if math.gcd(p, q) == 1])
+    c = draw.randint(1, 9)
+    right = (rf"\frac{{{p}x}}{{{q}}} + {c}", rf"{c} + \frac{{{p}}}{{{q}}}x")
+    wrong = (rf"\frac{{{p}}}{{{q}x}} + {c}", rf"-\frac{{{p}}}{{{q}}}x + {c}", rf"\frac{{{p}}}{{{q}}}x - {c}")
+    return Gold(rf"\frac{{{p}}}{{{q}}}x + {c}", right, wrong, (f"{p}/{q}x + {c}", f"{p}/{q} x + {c}"))
+
+
 def _trigonometric(draw: random.Random) -> Gold:
     k = draw.randint(2, 9)
     wrong = (
@@ -298,6 +313,8 @@ GRAMMAR: Mapping[str, Callable[[random.Random], Gold]] = {
     "large": _large,
     "choose": _choose,
     "logarithm": _logarithm,
+    "natural logarithm": _natural,
+    "grouping": _grouping,
     "trigonometric": _trigonometric,
     "symbols": _symbols,
 }
