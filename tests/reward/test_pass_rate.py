@@ -109,6 +109,17 @@ def test_what_follows_the_code_takes_nothing_away() -> None:
         "an example that prints": [f"{RIGHT}\n## Example usage\n\n" + reply("result = twice(21)\nprint(result)\n")],
         "an example that fails here": [RIGHT + reply("rows = open('rows.csv').read()\nprint(twice(rows))\n")],
         "an example inside the block": [reply(CODE + "print(twice(open))\ntwice('a' + 1)\nassert twice(1) == 3\n")],
+        "an end of the program": [reply(f"import sys\n{CODE}print(twice(1))\nsys.exit()\n")],
+        "a draft whose tests name it": [
+            reply("twice = abs\n"),
+            reply("class A:\n    n = 2\ntwice = A.n.__mul__\n"),
+            RIGHT,
+        ],
+        "a helper of a table, revised": [
+            reply("def build():\n    return [3]\nTABLE = build()\ndef twice(x):\n    return TABLE[0] * x\n"),
+            reply("def build():\n    return [2]\n"),
+        ],
+        "a method under the name of the tests": [reply("twice = (2).__mul__\n"), reply("print(twice(2))\n")],
         "output": [RIGHT + reply("42\n", ""), reply("$ python twice.py\n", "bash")],
         "helper and main in two blocks": [reply(HELPER) + reply(MAIN)],
         "helper and main in two replies": [reply(HELPER), "Next?", reply(MAIN)],
@@ -208,8 +219,8 @@ def test_a_reply_passes_if_all_tests_pass() -> None:
 
 @pytest.mark.processes
 def test_a_reply_that_leaves_before_its_tests_has_not_passed_them() -> None:
-    leave = ["import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)", "import atexit, os\nexit()"]
-    assert score(TWICE, *(reply(f"{CODE}{code}\n") for code in leave)) == [0.0] * len(leave)
+    leave = ["import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)", "import atexit, os; exit()"]
+    assert score(TWICE, *(reply(f"{CODE}class Leave:\n    {code}\n") for code in leave)) == [0.0] * len(leave)
 
 
 @pytest.mark.processes

@@ -1,154 +1,237 @@
-"""The Python code of a conversation: the fenced blocks of all replies of the policy, merged; later definitions win."""
+"""The Python code of a conversation: the fenced blocks of all replies of the policy, merged; later definitions win.
+
+The merged program is a backward slice (Weiser, Program slicing, 1981) of the top-level statements of all blocks:
+definitions, and of other statements those that bind or change what these need.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-import symtable
 import sys
-import warnings
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
-_OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`{]*)[^`]*")
-_PYTHON = ("python", "python3", "py")
-_DEFINITION = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
-_SHOWS = ("print", "unittest.main")  # whose calls are examples
+from megatron_collab.reward.metrics.code_statements import DEFINITION, RUNNERS, Statement, parse, statements
+
+_OPENING = re.compile(r"(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^`]*")
+_PYTHON = re.compile(r"\{?\.?(?:i?python|py)[\d.]*(?:[^\w-].*)?")  # also python3.12, python:a.py, {.python}; not pycon
 _MOST_CLOSINGS = 16  # fences inside strings of one block that are tried
+_READ_BY_ALL = ("*", "__builtins__", "globals", "exec")  # by which code may bind any name
+
+_Effects = Mapping[Statement, Set[str]]  # names that a statement binds, or whose objects it changes, in written order
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A block of code; `body` is None if it does not parse. `names`: functions and classes that it defines."""
+def merged(replies: Sequence[str], names: Collection[str] = ()) -> str:
+    """The code of all replies: functions, classes and what binds one of `names`, with all that these definitions need.
 
-    text: str
-    body: Sequence[ast.stmt] | None
-    names: frozenset[str]
+    If blocks bind a name again, the last of them counts, and stands in front of what needs it when it runs. Of the
+    other statements those stay that bind or change what the remaining code reads, by whatever assignment, loop or call,
+    and those in front of a definition of their block that change a module. Statements behind the last definition of a
+    block are an example if one of them calls a definition to no such end: what they bind stays only if nothing else
+    binds it.
 
-
-def merged(replies: Sequence[str]) -> str:
-    """The code of all replies: definitions, later ones in place of earlier ones, with what their blocks do besides.
-
-    Examples of use are left out: what is printed, asserted or calls a definition at the top level, and imports of a
-    definition from a module that is not Python's own. Of a block that defines nothing, or whose definitions are all
-    replaced later, only those imports and assignments stay that the remaining code reads. A definition that does not
-    parse stays too, unless it is replaced. If no block defines a function or a class, the code is the last block of the
-    last reply with one, which may continue the code of the task; without a block it is the last reply.
+    A later definition wins even if its block does not parse. If no block defines anything, the code is the last block
+    of the last reply with one, which may continue the code of the task; without a block it is the last reply.
     """
-    blocks = [_read(text) for reply in replies for text in _blocks(reply) or filter(parses, [reply])]
-    defined_by = {name: number for number, block in enumerate(blocks) for name in block.names}
-    if not defined_by:
+    blocks = [text for reply in replies for text in _blocks(reply) or filter(parses, [reply])]
+    written = [statement for number, text in enumerate(blocks) for statement in statements(text, number)]
+    functions = {name for statement in written for name in statement.defines}
+    defined = functions.union(name for statement in written for name in statement.binds if name in names)
+    if not defined:
         fenced = [reply for reply in replies if _blocks(reply)]
         return extract([*replies, *fenced][-1]) if replies else ""
-    current, names = {*defined_by.values()}, defined_by.keys()
-    kept = {
-        number: [statement for statement in blocks[number].body or () if not _example(statement, names)]
-        for number in current
-    }
-    reads = {name for number in current for name in _reads(_source(kept[number], blocks[number].text))} - names
-    for number in sorted({*range(len(blocks))} - current, reverse=True):  # what is read is assigned before
-        kept[number] = []
-        for statement in reversed(blocks[number].body or ()):
-            if not reads.isdisjoint(_binds(statement)):
-                kept[number].insert(0, statement)
-                reads |= _reads(_source([statement], blocks[number].text)) - names
-    imports, pieces = dict[str, None](), list[str]()
-    for number, block in enumerate(blocks):
-        if block.body is None:
-            pieces += [block.text] if number in current else []
-            continue
-        imports |= dict.fromkeys(map(ast.unparse, filter(_of_future, block.body)))
-        statements = [statement for statement in kept[number] if not _of_future(statement)]
-        pieces.append(block.text if len(statements) == len(block.body) else _source(statements, block.text))
-    return "".join([*(f"{statement}\n" for statement in imports), *filter(None, pieces)])
+    written = [statement for statement in written if not _imports_own(statement, functions)]
+    last = {statement.block: i for i, statement in enumerate(written) if not defined.isdisjoint(statement.binds)}
+    behind = {statement for i, statement in enumerate(written) if i > last.get(statement.block, -1)}
+    modules = {name for statement in written for name in statement.imports}
+    effects = _latest(_without_examples(_effects(written, behind, defined, modules), behind, defined), modules)
+    current = {statement.block for statement in written if not defined.isdisjoint(statement.binds & effects[statement])}
+    settings = [
+        statement
+        for statement in written
+        if statement.block in current
+        and statement not in behind
+        and not modules.isdisjoint(effects[statement] - statement.binds)
+    ]
+    kept, _ = _slice(effects, [*defined, *_READ_BY_ALL], settings)
+    ordered = _Order({statement: effects[statement] for statement in written if statement in kept}).statements()
+    future = dict.fromkeys(statement.text for statement in written if _of_future(statement))
+    return "".join(f"{text}\n" for text in [*future, *(s.text for s in ordered if not _of_future(s))])
 
 
 def extract(reply: str) -> str:
-    """The code of one reply: its last block fenced as Python, else its last one without a language, else all."""
+    """The code of one reply: its last block of code, else all."""
     return [reply, *_blocks(reply)][-1]
 
 
 def parses(code: str) -> bool:
-    return _body(code) is not None
+    return parse(code) is not None
 
 
-def _read(text: str) -> _Block:
-    body = _body(text)
-    if body is None:
-        return _Block(text, None, frozenset(_DEFINITION.findall(text)))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return _Block(text, body, frozenset(statement.name for statement in body if isinstance(statement, kinds)))
+def _imports_own(statement: Statement, functions: Set[str]) -> bool:
+    """Whether it imports only definitions of the conversation, from a module that is not Python's own."""
+    if not isinstance(statement.node, ast.ImportFrom):
+        return False
+    library = not statement.node.level and (statement.node.module or "").partition(".")[0] in sys.stdlib_module_names
+    return not library and statement.binds <= functions
 
 
-def _binds(statement: ast.stmt) -> set[str]:
-    """The names that an import binds (`*`: all of a module), or that an assignment binds or changes; of others none."""
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
-    if isinstance(statement, ast.Assign):
-        targets: Sequence[ast.expr] = statement.targets
-    elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
-        targets = [statement.target]
-    else:
-        return {statement.name.id} if isinstance(statement, ast.TypeAlias) else set()
-    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-
-
-def _reads(code: str) -> set[str]:
-    """The global names that the code reads, and `*`; all its words if it is no program."""
-    try:
-        tables, names = [symtable.symtable(code, "code", "exec")], {"*"}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {"*", *re.findall(r"\w+", code)}
-    while tables:
-        table = tables.pop()
-        tables += table.get_children()
-        symbols = [symbol for symbol in table.get_symbols() if symbol.is_referenced()]
-        names |= {symbol.get_name() for symbol in symbols if symbol.is_global() or table.get_type() == "module"}
-    return names
-
-
-def _of_future(statement: ast.stmt) -> bool:
+def _of_future(statement: Statement) -> bool:
     """Whether it has to stand in front of all code."""
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+    return isinstance(statement.node, ast.ImportFrom) and statement.node.module == "__future__"
 
 
-def _example(statement: ast.stmt, names: Collection[str]) -> bool:
-    """Whether it only shows or checks the definitions `names`."""
-    if isinstance(statement, ast.ImportFrom):
-        library = not statement.level and (statement.module or "").partition(".")[0] in sys.stdlib_module_names
-        return not library and _binds(statement) <= {*names}
-    if not isinstance(statement, ast.Expr):
-        return isinstance(statement, ast.Assert)
-    calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    return any(_root(function) in names or _named(function) in _SHOWS for function in calls)
+def _effects(
+    written: Sequence[Statement], behind: Set[Statement], defined: Set[str], modules: Set[str]
+) -> dict[Statement, Set[str]]:
+    """Behind the definitions of a block a module is changed only by statements that read nothing but modules.
+
+    A call of a definition changes no module, and only what is also read by definitions that it does not call.
+    """
+    binders = {statement: statement.binds for statement in written}
+    bound = {name for names in binders.values() for name in names}
+    readers = defaultdict[str, set[Statement]](set)
+    aliases = defaultdict[str, set[str]](set)
+    for statement in _slice(binders, defined)[0]:
+        for name in statement.reads:
+            readers[name].add(statement)
+    for statement in written:
+        for name, objects in statement.aliases:
+            aliases[name] |= objects
+    effects = dict[Statement, Set[str]]()
+    for statement in written:
+        changed = set[str]()
+        for change in statement.changes if not statement.defines else ():
+            called = change.calls & defined
+            if not called:
+                changed |= _reached([*change.objects, *filter(None, [change.root])], aliases)
+                continue
+            within, _ = _slice(binders, called)
+            inside = [name for body in within if body.defines for c in body.changes for name in c.objects]
+            names = _reached([*change.objects, *inside], aliases) - modules
+            changed |= {name for name in names if readers[name] - within}
+        if statement in behind and not statement.reads & bound <= modules:
+            changed -= modules
+        effects[statement] = statement.binds | changed
+    return effects
 
 
-def _named(function: ast.expr) -> str | None:
-    """`name`, or `name.attribute`; None if the function is another expression."""
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-        return f"{function.value.id}.{function.attr}"
-    return function.id if isinstance(function, ast.Name) else None
+def _reached(names: Iterable[str], edges: Mapping[str, Set[str]]) -> set[str]:
+    reached, pending = set[str](), [*names]
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            pending += edges.get(name, ())
+    return reached
 
 
-def _root(function: ast.expr) -> str | None:
-    """The name that a called function is taken from: `a` of `a.b().c`."""
-    while isinstance(function, ast.Attribute | ast.Call):
-        function = function.value if isinstance(function, ast.Attribute) else function.func
-    return function.id if isinstance(function, ast.Name) else None
+def _without_examples(effects: _Effects, behind: Set[Statement], defined: Set[str]) -> _Effects:
+    """What examples bind or change stays only if nothing else binds it."""
+    _, read = _slice(effects, [*defined])
+    shows = [s for s in behind if read.isdisjoint(effects[s]) and not s.calls.isdisjoint(defined | RUNNERS)]
+    blocks = {statement.block for statement in shows}
+    examples = {statement for statement in behind if statement.block in blocks}
+    elsewhere = {"*"}.union(*(statement.binds for statement in effects if statement not in examples))
+    return {s: names - elsewhere if s in examples else names for s, names in effects.items()}
 
 
-def _source(statements: Sequence[ast.stmt], text: str) -> str:
-    """The code of the statements; `text`, the whole block, if it is too deeply nested to be written again."""
-    try:
-        return "".join(f"{ast.unparse(statement)}\n" for statement in statements)
-    except RecursionError:
-        return text
+def _latest(effects: _Effects, modules: Set[str]) -> _Effects:
+    """The effects on names that no later block binds again; an import does not undo changes of its module."""
+    latest = {name: statement.block for statement in effects for name in statement.replaces & effects[statement]}
+    return {
+        s: {n for n in names if s.block >= latest.get(n, 0) or n in modules - s.binds} for s, names in effects.items()
+    }
+
+
+def _slice(
+    effects: _Effects, names: Iterable[str], settings: Sequence[Statement] = ()
+) -> tuple[set[Statement], set[str]]:
+    """The statements that bind or change a name of `names`, or one that `settings` or they read; all these names."""
+    causes = defaultdict[str, list[Statement]](list)
+    for statement, changed in effects.items():
+        for name in changed:
+            causes[name].append(statement)
+    kept, reached = {*settings}, set[str]()
+    pending = [*names, *(name for statement in settings for name in statement.reads)]
+    while pending:
+        name = pending.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for statement in causes.pop(name, ()):
+            if statement not in kept:
+                kept.add(statement)
+                pending += statement.reads
+    return kept, reached
+
+
+class _Order:
+    """Statements in written order, but each behind what it needs when it runs, also in functions that it may call.
+
+    If only later blocks bind a name, all that binds or changes it in them is brought forward; unless only a function
+    that may be called reads it, and it needs a statement that waits for this one.
+    """
+
+    def __init__(self, effects: _Effects) -> None:
+        self._written = [*effects]
+        self._first = dict[str, int]()  # number of the statement that binds the name
+        self._causes = defaultdict[str, list[int]](list)
+        self._reads = defaultdict[str, set[str]](set)  # by what binds or changes the name
+        self._needed_by = defaultdict[str, set[str]](set)  # names that it binds or changes when it runs
+        for i, statement in enumerate(self._written):
+            for name in statement.binds & effects[statement]:
+                self._first.setdefault(name, i)
+            for name in statement.binds | effects[statement]:
+                self._causes[name].append(i)
+                self._reads[name] |= statement.reads
+            for name in statement.at_once:
+                self._needed_by[name] |= effects[statement]
+        self._newest = max((self._written[i].block for i in self._first.values()), default=0)
+
+    def statements(self) -> list[Statement]:
+        done, waiting = dict[int, None](), dict[int, None]()
+        for start in range(len(self._written)):
+            stack = [start]
+            while stack:
+                i = stack[-1]
+                if i in done:
+                    stack.pop()
+                    continue
+                required = () if i in waiting else self._required(i, start, waiting)
+                waiting[i] = None
+                stack += (need for need in reversed(required) if need not in done and need not in waiting)
+                if stack[-1] == i:
+                    del waiting[i]
+                    done[stack.pop()] = None
+        return [self._written[i] for i in done]
+
+    def _required(self, at: int, start: int, waiting: Iterable[int]) -> Sequence[int]:
+        """What has to stand in front of number `at`; what stands in front of `start` does."""
+        statement = self._written[at]
+        if at == start and statement.block >= self._newest:
+            return ()
+        surely = {need for name in statement.at_once | statement.binds for need in self._before(name, at, start)}
+        names = _reached(statement.at_once, self._reads)
+        maybe = {need for name in names for need in self._before(name, at, start)} - surely
+        unsettled = (name for i in (*waiting, at) for name in self._written[i].binds)
+        blocked = _reached(unsettled, self._needed_by) if maybe else set()
+        return [*sorted(surely), *(i for i in sorted(maybe) if blocked.isdisjoint(self._written[i].at_once))]
+
+    def _before(self, name: str, at: int, start: int) -> Iterator[int]:
+        late = self._first.get(name, at) > at and name not in self._written[at].binds
+        for i in self._causes.get(name, ()):
+            if start <= i < at or (late and self._written[i].block > self._written[at].block):
+                yield i
 
 
 def _blocks(reply: str) -> list[str]:
-    """The blocks fenced as Python, else those without a language."""
+    """The blocks fenced as Python, and others that define a function or a class; else those without a language."""
     blocks = [block for block in _fenced(reply.split("\n")) if block[1].strip()]
-    python = [code for language, code in blocks if language in _PYTHON]
+    python = [
+        code for language, code in blocks if _PYTHON.fullmatch(language) or (DEFINITION.search(code) and parses(code))
+    ]
     return python or [code for language, code in blocks if not language]
 
 
@@ -173,11 +256,3 @@ def _fenced(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
         end = next((end for end in ends if parses("\n".join(body[:end]))), ends[0])
         yield opening["language"].lower(), "\n".join(body[:end]) + "\n"
         at += end + 1
-
-
-def _body(code: str) -> Sequence[ast.stmt] | None:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what ast.parse raises for invalid code
-        return None

@@ -24,6 +24,7 @@ from megatron_collab import sandbox
 from megatron_collab.llm.answer import Field
 from megatron_collab.reward.metrics import Judge, Metric, judges_prompt
 from megatron_collab.reward.metrics.code_blocks import extract, merged, parses
+from megatron_collab.reward.metrics.code_statements import free_names
 from megatron_collab.sandbox import Limits, Program, SandboxError
 from megatron_collab.settings import option
 from megatron_collab.types import Conversation, Missing, Score, Task
@@ -93,7 +94,7 @@ class PassRate(Metric):
                 return answer
             code = extract(answer["code"])  # fenced or not
         else:
-            code = merged(_replies(conversation))
+            code = merged(_replies(conversation), _names(task.metadata))
         try:
             async with self._slots:
                 result = await sandbox.run(program(code, task.metadata), self._limits, self.options.container)
@@ -111,6 +112,12 @@ def _replies(conversation: Conversation) -> list[str]:
         for message, after in pairs
         if message.role == "assistant" and not (after and after.role == "tool")
     ]
+
+
+def _names(metadata: Mapping[str, Any]) -> set[str]:
+    """The names by which the tests may call the policy's code."""
+    tests = (metadata.get("test") or "", metadata.get("tests") or "")
+    return {metadata.get("entry_point") or ""}.union(*map(free_names, tests))
 
 
 def program(code: str, metadata: Mapping[str, Any]) -> Program:
