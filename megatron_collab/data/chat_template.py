@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megatron_collab import patches
-from megatron_collab.data.control_tokens import any_of, cut, split
+from megatron_collab.data.control_tokens import any_of, count, cut, split
 from megatron_collab.runtime import hub
 from megatron_collab.settings import SamplingConfig, nearest, read_prompt, require
 from megatron_collab.settings.bounded_jinja import BoundedTemplate, TemplateLimit, bounded
@@ -29,6 +29,9 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 # Stands in for a sampled reply when the template is asked what follows it.
 _MARKER = "SAMPLED7REPLY"
 CONTROL_TOKENS = "control_tokens_as_text"  # counter
+_CONTROL_FORM = re.compile(r"[<\[][|\uff5c].*[|\uff5c][>\]]")  # as <|fim_prefix|>, which Qwen's do not flag as special
+# Marks of thoughts, of any vendor, and Llama's of a call, which its template writes only for some tools.
+_REPLY_MARK = re.compile("think|python_tag", re.IGNORECASE)
 _DECODED_TOGETHER = 5  # tokens of a prompt that SGLang decodes with a reply, whose first space some decoders drop
 _SHOWN = "move their text into messages of the user, or give a model whose template shows them"
 _FIXED = "fix it, or give another model"
@@ -68,8 +71,8 @@ class ChatRenderer:
         if not self.tokenizer.chat_template:
             raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
         self._check_arguments()
-        # Control tokens that a message of the assistant may not write, and those that no other message may.
-        self._turn_tokens = self._control_tokens = re.compile(r"(?!)")
+        # Control tokens, and where they are cut: in replies, which may think and call tools, and in what JSON holds.
+        self._control_tokens = self._cut_in_replies = self._cut_in_json = re.compile(r"(?!)")
         self._header = self._lead = self._trail = ""
         self.plain_mark: str | None = None
         self._read_frame()
@@ -79,7 +82,7 @@ class ChatRenderer:
             raise self._unfit_error("does not end an assistant message with a special token")
         self.end_id: int = end[0]
         self._check_last_reply()
-        marks = self.tokens(THOUGHT_END)
+        marks = self._tokens(THOUGHT_END)
         single = len(marks) == 1 and marks[0] != self.tokenizer.unk_token_id
         self.thought_end: int | None = marks[0] if single else None
         if system:
@@ -106,10 +109,9 @@ class ChatRenderer:
         return self._beginning(self._render(messages, thinking))
 
     def control_tokens(self, messages: Sequence[Message]) -> int:
-        """Number of control tokens in the texts of these messages, all of which are rendered as text."""
-        tokens = {"assistant": self._turn_tokens}
-        patterns = [(message, tokens.get(message.role, self._control_tokens)) for message in messages]
-        return sum(len(pattern.findall(message.content)) for message, pattern in patterns)
+        """Number of control tokens in the texts and calls of these messages, all of which are rendered as text."""
+        parts = (part for message in messages for part in self._parts(message).values())
+        return sum(count(value, pattern) for value, pattern in parts)
 
     def opens_thought(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with the `<think>` of the next turn."""
@@ -129,11 +131,14 @@ class ChatRenderer:
 
     def reply(self, text: str) -> tuple[int, ...]:
         """A written assistant message with its end-of-turn token, as in the template, for supervised training."""
-        return self._reply(cut(text, self._turn_tokens))
+        return self._reply(cut(text, self._cut_in_replies))
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """The tokens of `text` within a conversation: without the space that tokenizers put in front of a text."""
-        return tuple(token for piece in split(text) for token in self._continue(piece))
+        """The tokens of `text` within a reply: without the space that tokenizers put in front of a text.
+
+        Of control tokens it has those of thoughts and tool calls; others are text.
+        """
+        return self._tokens(cut(text, self._cut_in_replies))
 
     def text(self, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
         """The text of `token_ids` after `prompt`, as the engine decodes it; if there are tools, with special tokens."""
@@ -150,7 +155,7 @@ class ChatRenderer:
         end = self.tokenizer.decode([self.end_id])
         header = self._render([question, Message("assistant", _MARKER), tool_result]).partition(_MARKER)[0]
         content = _MARKER if message.content else ""
-        text = cut(message.content, self._turn_tokens)
+        text = cut(message.content, self._cut_in_replies)
         written = self._render([question, replace(message, content=content), tool_result], fault="refuses tool_calls")
         calls, ended, _ = written.removeprefix(header).partition(end)
         if not all(call.name in calls for call in message.tool_calls):
@@ -185,7 +190,7 @@ class ChatRenderer:
         for turn, piece in zip(turns, pieces, strict=True):
             following = piece.removeprefix(self._trail)
             tokens += self._visible_tokens(turn)
-            tokens += self.tokens(following if turn is turns[-1] else following.removesuffix(self._lead))
+            tokens += self._tokens(following if turn is turns[-1] else following.removesuffix(self._lead))
         return tuple(tokens)
 
     def check_thinking(self, turn: SamplingConfig, future: SamplingConfig, strip_thoughts: bool) -> None:
@@ -229,19 +234,23 @@ class ChatRenderer:
         if not marker:
             raise self._unfit_error("drops or changes assistant messages")
         self._frame_bytes(conversation)
-        return self.tokens(tail.removeprefix(self._trail))
+        return self._tokens(tail.removeprefix(self._trail))
 
     def _read_frame(self) -> None:
         """Read the template's control tokens, and what it writes around an assistant message."""
         used = f"{self.tokenizer.chat_template} {THOUGHT_BEGIN} {THOUGHT_END}"
         added = self.tokenizer.added_tokens_decoder.values()
-        marks = [token.content for token in added if token.special or (token.content in used and "<" in token.content)]
+        special = {token.content for token in added if token.special}
+        plain = {token.content for token in added} - special
+        written = {text for text in plain if text in used and "<" in text}
+        marks = special | written | set(filter(_CONTROL_FORM.fullmatch, plain))
         question = [Message("user", "x")]
         prompt = self._render(question, tools=None)
         turns = self._render([*question, Message("assistant", _MARKER), *question], tools=None)
         before, _, after = turns.partition(_MARKER)
-        self._control_tokens = any_of(marks)
-        self._turn_tokens = any_of(set(self._control_tokens.findall(turns)) - {THOUGHT_BEGIN, THOUGHT_END})
+        self._control_tokens, self._cut_in_json = any_of(marks), any_of(marks, completed=True)
+        kept = self._call_marks() - set(self._control_tokens.findall(turns)) | set(filter(_REPLY_MARK.search, marks))
+        self._cut_in_replies = any_of(marks - kept)
         last = max((match.start() for match in self._control_tokens.finditer(prompt)), default=0)
         self._header = prompt[last:]
         lead, trail = before.removeprefix(prompt), after[: len(after) - len(after.lstrip())]
@@ -249,6 +258,17 @@ class ChatRenderer:
         self._trail = trail if self._control_tokens.match(after, len(trail)) else ""
         beside = self._control_tokens.sub(" ", after).replace(THOUGHT_BEGIN, "").replace(THOUGHT_END, "")
         self.plain_mark = mark[0] if (mark := re.search(r"\S*[^\w\s]\S*", beside)) else None
+
+    def _call_marks(self) -> set[str]:
+        """Control tokens of a message with a call: with text and values, or as OpenAI's, without text and as JSON."""
+        marks = set[str]()
+        for content, arguments in (("", {"x": "x"}), (None, '{"x": "x"}')):
+            call = {"id": "123456789", "type": "function", "function": {"name": "x", "arguments": arguments}}
+            reply = {"role": "assistant", "content": content, "tool_calls": [call]}
+            with suppress(TemplateError):  # the template takes the other
+                text = _apply_template(self.tokenizer, [{"role": "user", "content": "x"}, reply], **self.arguments)
+                marks.update(self._control_tokens.findall(text))
+        return marks
 
     def _check_last_reply(self) -> None:
         """Raises ValueError if `end_id` does not end the last reply of a conversation too, and so marks a next message.
@@ -262,14 +282,18 @@ class ChatRenderer:
             with suppress(ValueError):  # the template refuses it
                 text = self._render([question, reply], add_generation_prompt=opens)
                 text = text.removesuffix(opening if opens else "").partition(_MARKER)[2].removeprefix(self._trail)
-                ends.append(self.tokens(text)[:1])
+                ends.append(self._tokens(text)[:1])
         if ends and (self.end_id,) not in ends:
             mark = self.tokenizer.decode([self.end_id])
             fault = f"ends a reply with {mark!r} only if a message follows"
             raise self._unfit_error(fault, "give one that ends every reply with the same token")
 
     def _reply(self, text: str) -> tuple[int, ...]:
-        return (*self.tokens(self._lead + text + self._trail), self.end_id)
+        return (*self._tokens(self._lead + text + self._trail), self.end_id)
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        """The tokens of a rendered text within a conversation."""
+        return tuple(token for piece in split(text) for token in self._continue(piece))
 
     def _beginning(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendered text with which a conversation begins."""
@@ -318,15 +342,21 @@ class ChatRenderer:
         **other: Any,
     ) -> str:
         """The rendered text. Raises ValueError with `fault` and `way_out` if the template fails."""
-        tokens = {"assistant": self._turn_tokens}
-        rows = [cut(message.as_dict(), tokens.get(message.role, self._control_tokens)) for message in messages]
-        tools = cut(self.tools, self._control_tokens) or None
+        parts = [self._parts(message).items() for message in messages]
+        rows = [{name: cut(value, pattern) for name, (value, pattern) in items} for items in parts]
+        tools = cut(self.tools, self._cut_in_json) or None
         template_arguments = {**self.arguments, **({} if thinking is None else {"enable_thinking": thinking})}
         options = {**template_arguments, "tools": tools, "add_generation_prompt": True, **other}
         try:
             return _apply_template(self.tokenizer, rows, **options)
         except TemplateError as error:
             raise self._unfit_error(f"{fault} ({error})", way_out) from error
+
+    def _parts(self, message: Message) -> dict[str, tuple[Any, re.Pattern[str]]]:
+        """The entries of a message as the template takes it, each with the control tokens that are cut in it."""
+        content = self._cut_in_replies if message.role == "assistant" else self._control_tokens
+        entries = message.as_dict().items()
+        return {name: (value, content if name == "content" else self._cut_in_json) for name, value in entries}
 
     def _with_system(self, messages: Sequence[Message]) -> Sequence[Message]:
         has_system = any(message.role == "system" for message in messages)

@@ -14,10 +14,22 @@ from typing import Any
 _CUT, _LITERAL = "\ufdd0", "\ufdd1"  # noncharacters of Unicode; a _CUT of the text is followed by _LITERAL
 
 
-def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for each of these; of one that begins with another, the longer one."""
+def any_of(tokens: Iterable[str], completed: bool = False) -> re.Pattern[str]:
+    """A pattern for each of these; of one that begins with another, the longer one.
+
+    `completed`: also for one that lacks its first or last character at an end of the text, as `<|im_end|`, since
+    templates write names within `<` and `>`. A mere word is none, as `think` of `<think>`.
+    """
     ordered = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+    def either(texts: Iterable[str]) -> str:
+        return f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})"
+
+    def part(first: int, last: int | None) -> str:
+        return either(text for token in ordered if re.search(r"\w\W|\W\w", text := token[first:last]))
+
+    incomplete = rf"|\A{part(1, None)}|{part(0, -1)}\Z|\A{part(1, -1)}\Z" if completed else ""
+    return re.compile(either(ordered) + incomplete)
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -27,6 +39,18 @@ def each_text(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [each_text(entry, change) for entry in value]
     return change(value) if isinstance(value, str) else value
+
+
+def count(value: Any, tokens: re.Pattern[str]) -> int:
+    """Number of matches in `value`, a text or what JSON can hold."""
+    matches = list[str]()
+
+    def note(text: str) -> str:
+        matches.extend(tokens.findall(text))
+        return text
+
+    each_text(value, note)
+    return len(matches)
 
 
 def cut(value: Any, tokens: re.Pattern[str]) -> Any:

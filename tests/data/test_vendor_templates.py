@@ -101,6 +101,10 @@ def renderer(dataset: Callable[[str], Path], tmp_path: Path) -> Renderer:
     return make
 
 
+def encoded(chat: ChatRenderer, text: str) -> tuple[int, ...]:
+    return tuple(chat.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def play(
     chat: ChatRenderer, call: str | None, thinks: bool, strip: bool
 ) -> tuple[Conversation, list[tuple[tuple[int, ...], tuple[int, ...], str]]]:
@@ -110,7 +114,7 @@ def play(
     conversation, seen = Conversation(tuple(begun), chat.first(begun)), []
     options = {"tools": chat.tools or None, "add_generation_prompt": True, **chat.arguments}
     for thought, text in TURNS:
-        whole = chat.tokens(chat.tokenizer.apply_chat_template(rows, tokenize=False, **options))
+        whole = encoded(chat, chat.tokenizer.apply_chat_template(rows, tokenize=False, **options))
         seen.append((conversation.token_ids, whole, questions[0]))
         calls = text is None and call is not None
         reply = text or call or "One moment."
@@ -209,7 +213,7 @@ def test_turns_that_think_and_turns_that_do_not(renderer: Renderer) -> None:
     rerendered = chat.prompt_without_thoughts([*question, Message("assistant", "42"), *more], [turn], False)
     rows = [*(m.as_dict() for m in question), {"role": "assistant", "content": "42"}, more[0].as_dict()]
     whole = chat.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    assert rerendered == chat.tokens(whole)
+    assert rerendered == encoded(chat, whole)
 
 
 @pytest.mark.parametrize(
