@@ -2,8 +2,9 @@
 
 A task is played by several conversations, which are not independent of one another: they are averaged first, and tasks
 are the units that intervals are over. Shares (all values 0 or 1) have Wilson's interval (1927), which also exists if
-all or none succeeded. If tasks have several conversations, its trials are the effective number of independent ones.
-Other means have a bootstrap over tasks. scipy is imported only when it is needed, since its import takes a second.
+all or none succeeded. If tasks have several conversations, its trials are the effective number of independent ones;
+pass@k and pass^k have such an interval too. Other means have a bootstrap over tasks. scipy is imported only when it is
+needed, since its import takes a second.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ LEVEL = 0.95
 _SIDE = (1 + LEVEL) / 2
 _Z = NormalDist().inv_cdf(_SIDE)
 _DRAWS = 2000  # bootstrap samples
+_UPPER = 0.75  # confidence of the limit of the variance between seeds that gives degrees of freedom
 _FEW = 5  # units; with fewer, percentiles of bootstrap samples are too close to the mean
 _BATCH = 1 << 22  # values of bootstrap samples that are in memory at once
 
@@ -62,26 +64,26 @@ def mean(tasks: Iterable[Sequence[float]]) -> Estimate:
     if not values:
         return Estimate(math.nan)
     means = np.array([task.mean() for task in values])
-    value = float(means.mean())
-    if len(means) < 2:
-        return Estimate(value)
     if is_share(values):
-        return Estimate(value, *wilson(value, _independent(means, sum(map(len, values)))))
-    return Estimate(value, *_of_means(means))
+        return _of_shares(means, sum(map(len, values)))
+    return Estimate(float(means.mean()), *(_of_means(means) if len(means) > 1 else ()))
 
 
 def with_passes(name: str, tasks: Sequence[Sequence[float]]) -> dict[str, Estimate]:
     """By label, the mean `name` and, for a share with n samples a task, `name_pass@k` and `name_pass^k`.
 
-    k = 2, 4, 8, … and n. Tasks with fewer than k values are left out of pass@k and pass^k.
+    k = 2, 4, 8, … and n. Tasks with fewer than k values are left out of pass@k and pass^k. A trial of theirs is a group
+    of k samples.
     """
     estimates = {name: mean(tasks)}
     most = max(map(len, tasks), default=0)
     if most > 1 and is_share(tasks):
         for k in sorted({*(1 << power for power in range(1, most.bit_length())), most}):
             counts = [(len(task), round(sum(task))) for task in tasks if len(task) >= k]
-            estimates[f"{name}_pass@{k}"] = _of_chances(mean([[pass_at_k(*count, k)] for count in counts]))
-            estimates[f"{name}_pass^{k}"] = _of_chances(mean([[pass_hat_k(*count, k)] for count in counts]))
+            groups = sum(samples // k for samples, _ in counts)
+            for sign, chance in (("@", pass_at_k), ("^", pass_hat_k)):
+                chances = np.array([chance(*count, k) for count in counts])
+                estimates[f"{name}_pass{sign}{k}"] = _of_shares(chances, groups)
     return estimates
 
 
@@ -151,8 +153,9 @@ def mean_of_seeds(seeds: Sequence[Tasks]) -> Estimate:
     Seeds may share their tasks, or each have its own. The variance is that of the seeds' means plus that of drawing the
     tasks. A shared task is drawn once for all seeds, since a hard task is hard for every seed (conservative: Owen 2007,
     0712.1111). If each seed has its own tasks, their draw counts twice, and an interval is up to 1.5 times too wide.
-    Student's t has Satterthwaite's degrees of freedom (1946), which are few only if seeds differ. A single task gives
-    no interval.
+    Student's t has Satterthwaite's degrees of freedom (1946), which are few only if seeds differ. As two seeds may lie
+    close by chance, they are those of the upper 75 % limit of the seeds' variance. Coverage: 93 to 99 %
+    (tools/bench/intervals.py). A single task gives no interval.
     """
     scored = [tasks for tasks in seeds if any(len(values) for values in tasks.values())]
     if len(scored) < 2:
@@ -168,14 +171,23 @@ def mean_of_seeds(seeds: Sequence[Tasks]) -> Estimate:
 def difference_of_seeds(first: Sequence[Tasks], second: Sequence[Tasks]) -> Estimate:
     """Like `difference`, of arms with several training seeds, in the same order: paired by task within a seed.
 
-    The interval is over seeds and tasks, as that of `mean_of_seeds`.
+    The interval is over seeds and tasks, as that of `mean_of_seeds`. If these do not vary, shares have that of
+    `difference`, of the conversations of all seeds.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if any(a[task] and b.get(task) for task in a)]
     if len(pairs) < 2:
         return difference(*pairs[0]) if pairs else Estimate(math.nan)
-    return _over_seeds(
+    estimate = _over_seeds(
         [{task: fmean(b[task]) - fmean(a[task]) for task in a if a[task] and b.get(task)} for a, b in pairs]
     )
+    if math.isnan(estimate.low) and is_share(row for pair in pairs for tasks in pair for row in tasks.values()):
+        return difference(*map(_of_all_seeds, zip(*pairs, strict=True)))
+    return estimate
+
+
+def _of_all_seeds(seeds: Sequence[Tasks]) -> Tasks:
+    names = dict.fromkeys(task for tasks in seeds for task in tasks)
+    return {name: [value for tasks in seeds for value in tasks.get(name, ())] for name in names}
 
 
 def _over_seeds(seeds: Sequence[Mapping[str, float]]) -> Estimate:
@@ -199,7 +211,8 @@ def _over_seeds(seeds: Sequence[Mapping[str, float]]) -> Estimate:
     variance = of_seeds + of_tasks
     if variance <= (1e-12 * float(np.nanmax(np.abs(values)))) ** 2:  # rounding
         return Estimate(value)
-    freedom = variance**2 / (of_seeds**2 / (len(means) - 1) + of_tasks**2 / (len(names) - 1))
+    upper = of_seeds * (len(means) - 1) / float(stats.chi2.ppf(1 - _UPPER, len(means) - 1))
+    freedom = (upper + of_tasks) ** 2 / (upper**2 / (len(means) - 1) + of_tasks**2 / (len(names) - 1))
     width = float(stats.t.ppf(_SIDE, freedom)) * math.sqrt(variance)
     return Estimate(value, value - width, value + width)
 
@@ -361,14 +374,23 @@ def _of_means(means: np.ndarray) -> tuple[float, float]:
     return bootstrap([len(means)], lambda units: means[units].mean(-1))
 
 
-def _independent(means: np.ndarray, conversations: int) -> float:
+def _of_shares(shares: np.ndarray, trials: int) -> Estimate:
+    """The mean of the tasks' shares, each of one trial or more, with Wilson's interval; none for fewer than two."""
+    value = float(shares.mean())
+    return Estimate(value, *(wilson(value, _independent(shares, trials)) if len(shares) > 1 else ()))
+
+
+def _independent(shares: np.ndarray, trials: int) -> float:
     """The number of independent trials with the variance that the mean of the tasks' shares has.
 
-    As in surveys (Korn and Graubard 1998): p (1 - p) / variance, at most the number of conversations. With one
-    conversation a task it is the number of tasks. It is also if all failed or all succeeded, since conversations of a
-    task may then have agreed.
+    As in surveys (Korn and Graubard 1998): p (1 - p) / variance, less for few tasks, whose variance is uncertain: by
+    the square of the ratio of normal and Student's quantiles. At most the trials, and at least the tasks, as if trials
+    of a task always agreed. They may have if all failed or all succeeded.
     """
-    p, variance = float(means.mean()), float(means.var()) / len(means)
-    if p in (0, 1):
-        return float(len(means))
-    return min(p * (1 - p) / variance, conversations) if variance else float(conversations)
+    from scipy import stats
+
+    number, p, variance = len(shares), float(shares.mean()), float(shares.var(ddof=1)) / len(shares)
+    if trials == number or p in (0, 1):
+        return float(number)
+    shrink = (_Z / float(stats.t.ppf(_SIDE, number - 1))) ** 2
+    return max(number, min(p * (1 - p) / variance * shrink, trials)) if variance else float(trials)

@@ -61,7 +61,7 @@ def test_samples_that_agree_are_no_more_evidence_than_one_and_independent_ones_a
     assert (agreeing.low, agreeing.high) == pytest.approx((once.low, once.high))
     draws = np.random.default_rng(0)
     independent = mean(draws.integers(2, size=(40, 3)).astype(float))
-    assert half(independent) == pytest.approx(half(once) / math.sqrt(3), rel=0.2)
+    assert half(independent) == pytest.approx(half(once) / math.sqrt(3), rel=0.3)
     assert half(mean([[0.0, 1.0]] * 4)) > 0.25, "tasks of equal shares are still few"
 
 
@@ -96,6 +96,27 @@ def test_wilsons_interval_of_clustered_shares_covers() -> None:
     chances = draws.beta(0.4, 1.6, (SIMULATIONS, 60))
     intervals = [mean((draws.random((3, 60)) < row).T.astype(float)) for row in chances]
     assert 0.92 <= coverage(intervals, 0.2) <= 0.99
+
+
+@pytest.mark.parametrize("tasks", [3, 5])
+def test_few_tasks_with_many_conversations_cover(tasks: int) -> None:
+    """Tasks that differ much. Without the correction for few tasks 0.79 and 0.89."""
+    draws = np.random.default_rng(8)
+    chances = draws.beta(0.5, 0.5, (SIMULATIONS, tasks, 1))
+    intervals = [mean((draws.random((tasks, 8)) < row).astype(float)) for row in chances]
+    assert coverage(intervals, 0.5) >= 0.92
+
+
+@pytest.mark.parametrize(
+    ("sign", "truth"), [("@", 1 - 0.4 * 1.4 * 2.4 * 3.4 / 120), ("^", 1.6 * 2.6 * 3.6 * 4.6 / 120)]
+)
+def test_pass_at_k_of_few_tasks_covers(sign: str, truth: float) -> None:
+    """Moments of the beta distribution. The bootstrap of tasks holds pass@4 in 0.66."""
+    draws = np.random.default_rng(9)
+    chances = draws.beta(1.6, 0.4, (SIMULATIONS, 10, 1))
+    trials = ((draws.random((10, 8)) < row).astype(float).tolist() for row in chances)
+    intervals = [with_passes("x", tasks)[f"x_pass{sign}4"] for tasks in trials]
+    assert coverage(intervals, truth) >= 0.93
 
 
 def test_conversations_as_if_independent_would_not_cover() -> None:
@@ -205,6 +226,23 @@ def test_an_interval_over_seeds_covers_where_one_seed_does_not(shared: bool) -> 
     assert coverage(over_seeds, 0.0) >= 0.9 and coverage(over_tasks, 0.0) < 0.8
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_interval_over_two_seeds_covers_if_seeds_differ_much(shared: bool) -> None:
+    """By four standard errors of the tasks' mean: two seeds that are close by chance are no evidence that all are.
+
+    With the degrees of freedom of the seeds' variance itself 0.85 and 0.90.
+    """
+    draws = np.random.default_rng(10)
+    intervals = []
+    for _ in range(SIMULATIONS):
+        hardness = draws.normal(0, 0.5, (1 if shared else 2, 100))
+        values = hardness + draws.normal(0, 0.2, (2, 1)) + draws.normal(0, 0.25, (2, 100))
+        seeds = [{f"{0 if shared else seed}-{n}": [x] for n, x in enumerate(row)} for seed, row in enumerate(values)]
+        intervals.append(mean_of_seeds(seeds))
+    assert coverage(intervals, 0.0) >= 0.92
+
+
 def test_a_difference_over_seeds_is_paired_and_covers_a_seeds_effect() -> None:
     """Hard tasks are hard for both arms; a training shifts its arm by more than tasks explain."""
     draws = np.random.default_rng(6)
@@ -223,11 +261,13 @@ def test_a_difference_over_seeds_is_paired_and_covers_a_seeds_effect() -> None:
     assert np.mean([estimate.high - estimate.low for estimate in estimates]) < 3, "tasks differ by 5"
 
 
-def test_a_difference_over_seeds_may_be_negative_and_equal_arms_give_none() -> None:
+def test_a_difference_over_seeds_may_be_negative_and_equal_arms_are_no_certainty() -> None:
     solved = [{str(n): [float(n < 10 + seed)] for n in range(20)} for seed in range(3)]
     fewer = [{str(n): [float(n < 10)] for n in range(20)} for _ in range(3)]
     assert difference_of_seeds(solved, fewer).low < -0.1 < difference_of_seeds(solved, fewer).value < 0
-    equal = difference_of_seeds(solved, solved)
+    assert difference_of_seeds(fewer, fewer) == difference(fewer[0], fewer[0])
+    scores = [{str(n): [n / 7] for n in range(20)}] * 3
+    equal = difference_of_seeds(scores, scores)
     assert equal.value == 0 and math.isnan(equal.low)
     assert difference_of_seeds(solved[:1], fewer[:1]) == difference(solved[0], fewer[0])
     assert math.isnan(difference_of_seeds([{"a": [1.0]}], [{"b": [1.0]}]).value)
