@@ -138,8 +138,9 @@ def curves(metrics: Rows, records: Mapping[str, evaluations.Record] = {}) -> lis
         ("Mean reward of the trained turns", _series(metrics, "reward"), {}),
         (
             "How well rewards tell the turns of a group apart: share of their variance that is due to the turns "
-            "(reliability), share of the groups with equal rewards",
-            _series(metrics, "reliability") | _series(metrics, "equal_rewards"),
+            "(reliability), shares of the groups in which it matters what the policy replies (decision_density) and "
+            "with equal rewards",
+            _series(metrics, "reliability") | _series(metrics, "decision_density") | _series(metrics, "equal_rewards"),
             {},
         ),
         *_by_scale("Scores of the rollouts", _series(metrics, "score/"), {}),

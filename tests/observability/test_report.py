@@ -71,10 +71,12 @@ def test_text_of_conversations_is_text(run: Path) -> None:
 
 
 def test_a_curve_shows_whether_the_choice_of_a_turn_matters() -> None:
-    rows = [{"step": i, "equal_rewards": 0.5, **({"reliability": 0.8} if i else {})} for i in range(2)]
+    measured = {"reliability": 0.8, "decision_density": 0.4}
+    rows = [{"step": i, "equal_rewards": 0.5, **(measured if i else {})} for i in range(2)]
     (title, series, _), *further = report.curves(rows)
-    assert "tell the turns of a group apart" in title and not further
-    assert series == {"reliability": [(1, 0.8)], "equal_rewards": [(0, 0.5), (1, 0.5)]}
+    assert "tell the turns of a group apart" in title and "(decision_density)" in title and not further
+    points = {"reliability": [(1, 0.8)], "decision_density": [(1, 0.4)], "equal_rewards": [(0, 0.5), (1, 0.5)]}
+    assert series == points
 
 
 @pytest.mark.seconds

@@ -96,10 +96,53 @@ def test_the_reliability_is_the_share_of_the_turns_in_the_variance(between: floa
     assert shown["equal_rewards"] == 0
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    ("between", "level", "counted"), [(8.0, 0.25, 1.0), (1.0, 0.25, 0.88), (0.3, 0.25, 0.5), (0.3, 0.05, 0.24)]
+)
+def test_the_decision_density_is_the_share_of_groups_whose_replies_differ(
+    share: float, between: float, level: float, counted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer of them are `counted` if they differ by little beside the chance in their futures; 0 if none differ."""
+    monkeypatch.setattr(numbers, "_LEVEL", level)
+    rng = np.random.default_rng(0)
+    groups = [simulated(rng, between * (i < 800 * share), 1.0, 3) for i in range(800)]
+    assert numbers.comparison_summary(groups)["decision_density"] == pytest.approx(counted * share, abs=0.05)
+
+
+@pytest.mark.seconds
+def test_futures_of_unequal_spread_raise_the_decision_density_a_little() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(simulated(rng, 0.0, 1.0, 3), simulated(rng, 0.0, 0.01, 3)) for _ in range(800)]
+    groups = [Group(TASK, (*wide.rollouts[:4], *narrow.rollouts[:4])) for wide, narrow in pairs]
+    assert numbers.comparison_summary(groups)["decision_density"] == pytest.approx(0.06, abs=0.05)
+
+
+def test_the_decision_density_is_by_an_analysis_of_variance() -> None:
+    """Two futures each: mean squares 1/4 between and 1/4 within, with 1 and 2 degrees of freedom, so p = 1 - 1/sqrt(3).
+
+    Beside a reply without futures the mean of equal replies is known: 5/8 between, with 2 and 2, so p = 2/7; or, if its
+    reward is far from theirs, p = 1/86.
+    """
+    replies = (replace(played(1.0, 0.0), reward=Reward(0.5, 0.5)), replace(played(0.0, 0.0), reward=Reward(0.0)))
+    for group, differs in [(replies, 0), ((*replies, ended(-0.25)), 0), ((*replies, ended(-3.0)), 1)]:
+        shown = numbers.comparison_summary([Group(TASK, group)])["decision_density"]
+        assert shown == pytest.approx((differs - 0.25) / 0.75)
+
+
+def test_the_decision_density_needs_no_test_if_nothing_varies() -> None:
+    thirds = Group(TASK, tuple(replace(played(0.7, 0.7, 0.7), reward=Reward(r, 1e-17)) for r in (0.7, 0.7 + 1e-16)))
+    differ = Group(TASK, (played(1.0, 1.0), replace(played(0.0, 0.0), reward=Reward(0.0))))
+    varying = replace(played(1.0, 0.0), reward=Reward(0.5, 0.5))
+    for group, density in [(thirds, 0), (differ, 1), (Group(TASK, (ended(0.0), ended(0.1), varying)), 1)]:
+        assert numbers.comparison_summary([group])["decision_density"] == density
+
+
 def test_groups_without_two_scored_futures_a_turn_have_no_reliability() -> None:
     group = Group(TASK, (played(1.0, 0.0), replace(played(0.0, 0.0), reward=Reward(0.0))))
     reliable = numbers.comparison_summary([group])
-    assert reliable == {"equal_rewards": 0, "reliability": 1.0}
+    assert reliable == {"equal_rewards": 0, "decision_density": 1.0, "reliability": 1.0}
     lost = Group(TASK, (*group.rollouts, replace(played(1.0, Missing("down")), reward=Reward(0.5))))
     assert numbers.comparison_summary([lost]) == {"equal_rewards": 0}
     assert numbers.comparison_summary([group, lost]) == reliable
@@ -112,8 +155,8 @@ def test_groups_without_two_scored_futures_a_turn_have_no_reliability() -> None:
 def test_the_reward_of_a_turn_that_ends_the_conversation_has_no_error() -> None:
     """In most groups some turn ends it; without them the reliability would be that of other turns."""
     uncertain = replace(played(1.0, 0.0), reward=Reward(0.5, standard_error=0.5))
-    asks, ends = (uncertain, replace(uncertain, reward=Reward(-0.5, standard_error=0.5))), rollout(0.0)
-    shown = numbers.comparison_summary([Group(TASK, (*asks, replace(ends, reward=Reward(0.0))))])
+    asks = uncertain, replace(uncertain, reward=Reward(-0.5, standard_error=0.5))
+    shown = numbers.comparison_summary([Group(TASK, (*asks, ended(0.0)))])
     assert shown["reliability"] == pytest.approx(1 - (2 * 0.25 / 3) / 0.25)
     whole = Group(TASK, (rollout(0.0), rollout(1.0)))
     assert numbers.comparison_summary([whole]) == {"equal_rewards": 0}, "conversations without futures"
@@ -124,7 +167,7 @@ def test_equal_rewards_are_counted_over_groups_that_are_compared() -> None:
     assert numbers.comparison_summary([equal, other, Group(TASK, (played(1.0),))]) == {"equal_rewards": 0.5}
     assert numbers.comparison_summary([Group(TASK, (played(1.0),))]) == {}
     twice = Group(TASK, (played(0.5, 0.5), played(0.5, 0.5)))
-    assert numbers.comparison_summary([twice]) == {"equal_rewards": 1.0}, "there is no variance to divide"
+    assert numbers.comparison_summary([twice]) == {"equal_rewards": 1.0, "decision_density": 0}, "no variance to divide"
 
 
 def test_the_summary_of_nothing_scored_is_not_a_zero() -> None:
@@ -139,6 +182,11 @@ def played(*scores: Score, ending: Ending = Ending.USER_DONE) -> Rollout:
         return Rollout(malformed.conversation, (malformed,), Reward(-1.0))
     futures = tuple(Future(future.conversation.end(ending), {"right": score}) for score in scores)
     return Rollout(replace(future.conversation, ending=None), futures, Reward(1.0))
+
+
+def ended(reward: float) -> Rollout:
+    """A rollout whose turn ends the conversation, so that its reward has no error."""
+    return replace(rollout(reward), reward=Reward(reward))
 
 
 def test_every_rollout_counts_once_and_a_malformed_one_is_not_left_out() -> None:

@@ -15,29 +15,54 @@ Values: Spearman's rank correlation of credit and reference over the turns of al
 that train first turns only are not measured at later ones. `_se`: standard error, by bootstrap over the groups.
 `agreement`: correlation r of two references from half of the replays each. The reference from all of them correlates
 with the true advantage by about sqrt(2 r / (1 + r)) (Spearman 1910, Brown 1910), the most that a rule can reach.
+
+What rules need besides rewards: `igpo` the chance of the answer before each turn, here the scripted policy's own; the
+verdict of `next_user_turn` is how many unknown slots the user's next message told; the critic of `turn_gae` is a table
+of mean returns in as many other groups (`Critic`). `refuel` has no advantages: of the pair that it learns from, each
+turn has its reward less the other's, to which the gradient of the loss at the sampling policy is proportional.
 --smoke: 40 groups, 8 replays.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
+from statistics import fmean
 
 import numpy as np
 from scipy.stats import spearmanr
 
-from megatron_collab.algo.advantages import with_advantages
+from megatron_collab.algo.advantages import advantage_class, with_advantages
 from megatron_collab.algo.credit import CreditSpec, RewardFormula, samples_of
 from megatron_collab.config import Config, compose
 from megatron_collab.environments import desk, desk_language, desk_user
 from megatron_collab.environments.desk_behavior import DeskBehavior
+from megatron_collab.environments.desk_language import MODEL
 from megatron_collab.environments.desk_user import DeskGoal
 from megatron_collab.launch.play_specs import reward_spec
-from megatron_collab.types import Conversation, Ending, Finish, Future, Group, Message, Rollout, ScoredBatch, Task, Turn
+from megatron_collab.reward.metrics import Metric
+from megatron_collab.types import (
+    Conversation,
+    Ending,
+    Finish,
+    Future,
+    Group,
+    Message,
+    Missing,
+    Rollout,
+    Sample,
+    ScoredBatch,
+    Task,
+    Turn,
+)
 
 POLICIES = {"supervised": DeskBehavior(), "asking": DeskBehavior(asks=0.7, asks_needlessly=0.3, asks_again=0.6)}
 WHOLE, TRAIN_LATER = "rollout.futures=0", "rollout.train_turns=all"
@@ -49,16 +74,34 @@ RULES: Mapping[str, tuple[str, ...]] = {  # settings of experiment=desk
     "userrl_r2g": (WHOLE, "reward.turn_credit=userrl", "reward.turn_gamma=0.8"),
     "userrl_em": (WHOLE, "reward.turn_credit=userrl", "reward.turn_gamma=0.8", "+reward.turn_credit_options.turns=em"),
     "gigpo": (WHOLE, "reward.turn_credit=gigpo", "reward.turn_gamma=0.95"),
+    "igpo": (WHOLE, "reward.turn_credit=igpo", "reward.weights.information_gain=1"),
+    "next_user_turn": (
+        WHOLE,
+        "reward.turn_credit=next_user_turn",
+        "+reward.turn_credit_options.verdict=new_facts",
+        "reward.weights.new_facts=0",
+        "reward.metrics.new_facts.metric=megatron_collab.environments.desk_metrics:DeskNewFacts",
+    ),
+    "turn_gae": (
+        WHOLE,
+        "algo=ppo",
+        "algo.advantage=turn_gae",
+        "algo.gamma=0.99",
+        "algo.gae_lambda=0.9",
+        "reward.turn_credit=immediate",
+    ),
+    "refuel": ("rollout.futures=3", "algo=refuel"),
     "mr_1": ("rollout.futures=1",),
     "mr_3": ("rollout.futures=3",),
     "mr_3_all": ("rollout.futures=3", TRAIN_LATER),
     "mr_3_all_unscaled": ("rollout.futures=3", TRAIN_LATER, "algo.advantage=dr_grpo"),
 }
 PAID = "reward_to_go_paid"
+TURN_METRICS = {"igpo": "information_gain", "next_user_turn": "new_facts"}  # what the rule needs of each turn
 TURNS = ("first", "later", "all")
 ROLLOUTS, FUTURES = 8, 3
-LIMIT = desk_language.MODEL.turns + 1  # of the policy's turns, as in the experiment
-COST = desk_language.MODEL.costs[0]
+LIMIT = MODEL.turns + 1  # of the policy's turns, as in the experiment
+COST = MODEL.costs[0]
 BOOTSTRAPS = 100
 MESSAGES = 100  # more than a conversation has: token ids of different conversations differ
 
@@ -100,6 +143,22 @@ class Player:
     def turns(self, messages: Sequence[Message]) -> int:
         """How many turns the policy has taken after the task's messages."""
         return (len(messages) - len(self.task.messages) + 1) // 2
+
+    def answer_log_prob(self, messages: Sequence[Message]) -> float:
+        """The policy's mean log-prob of a word of the task's answer, as its reply to `messages`."""
+        known, state = desk_language.heard(messages).values, desk.state_of(self.goal, messages)
+        chance = self.policy.chances(MODEL, state._replace(turn=len(messages) // 2))[None]
+        for slot, value in self.goal.values.items():
+            prior = MODEL.prior(slot)[desk_language.VALUES[slot].index(value)]
+            chance *= float(known[slot] == value) if slot in known else prior
+        return math.log(chance) / len(self.task.answer.split()) if chance else -math.inf
+
+    def state(self, messages: Sequence[Message]) -> object:
+        """What the return from here on depends on and the messages show: the state of a critic."""
+        questions = sum(
+            len(desk_language.slots_asked(message.content)) for message in messages[len(self.task.messages) :]
+        )
+        return desk.state_of(self.goal, messages), len(messages), self.turns(messages), questions
 
     def to_go(self, messages: Sequence[Message]) -> np.ndarray:
         """Utilities of replays from here on, without the cost of earlier questions: [replays]."""
@@ -162,14 +221,26 @@ def group_of(played: Played, rule: str, futures: int, formula: RewardFormula) ->
     rollouts = []
     for i in range(ROLLOUTS):
         continued = [conversation(played, i, j) for j in range(max(futures, 1))]
-        scores = [utility(played.player.goal, future, paid=rule == PAID) for future in continued]
-        scored = tuple(Future(*pair) for pair in zip(continued, scores, strict=True))
+        scored = tuple(future_of(played.player, ended, rule) for ended in continued)
         start = conversation(played, i, 0, played.start + 1) if futures else continued[0]
         if rule == PAID:
             for at, turn in enumerate(start.turns):
                 start = start.add_reward(-cost_of(turn.text), at)
         rollouts.append(Rollout(start, scored, formula(scored)))
     return Group(played.player.task, tuple(rollouts))
+
+
+def future_of(player: Player, played: Conversation, rule: str) -> Future:
+    """The conversation with its scores, and those of turns that the rule needs."""
+    scores = utility(player.goal, played, paid=rule == PAID)
+    if rule not in TURN_METRICS:
+        return Future(played, scores)
+    before = [played.messages[:at] for at in played.turn_positions]
+    played = replace(played, answer_log_probs={"": tuple(map(player.answer_log_prob, before))})
+    name = TURN_METRICS[rule]
+    turn_scores = asyncio.run(turn_metric(rule).score_turns(player.task, played))
+    assert turn_scores is not None and not isinstance(turn_scores, Missing)
+    return Future(played, scores | {name: sum(turn_scores)}, turn_scores={name: tuple(turn_scores)})
 
 
 def utility(goal: DeskGoal, future: Conversation, paid: bool) -> dict[str, float]:
@@ -183,8 +254,46 @@ def config_of(rule: str) -> Config:
     return compose(["experiment=desk", *RULES[rule]])
 
 
-def credits_of(groups: Sequence[Played], rule: str) -> list[dict[int, float]]:
-    """For each group the rule's advantages, by the turn's token; the groups are one batch."""
+class Critic:
+    """Values of the states before turns: the mean of what conversations of `groups` brought from the same state on.
+
+    That is the utility at their end, discounted by `gamma` per turn. A state that `groups` have not met has the mean
+    over all their turns.
+    """
+
+    def __init__(self, groups: Sequence[Played], gamma: float) -> None:
+        returns = defaultdict[object, list[float]](list)
+        for played, i, j in product(groups, range(ROLLOUTS), range(FUTURES)):
+            ended = conversation(played, i, j)
+            reward = utility(played.player.goal, ended, paid=False)["desk_utility"]
+            for following, at in enumerate(reversed(ended.turn_positions)):
+                returns[played.player.state(ended.messages[:at])].append(gamma**following * reward)
+        self._values = {state: fmean(values) for state, values in returns.items()}
+        self._mean = fmean(value for values in returns.values() for value in values)
+
+    def value(self, player: Player, messages: Sequence[Message]) -> float:
+        return self._values.get(player.state(messages), self._mean)
+
+
+def values_of(played: Played, sample: Sample, critic: Critic) -> np.ndarray:
+    """The critic's values at the trained tokens of a whole conversation, float32 [S]."""
+    values = np.zeros_like(sample.loss_mask)
+    for index in np.flatnonzero(sample.loss_mask):
+        rollout, at = divmod(int(sample.token_ids[index]), FUTURES * MESSAGES)
+        values[index] = critic.value(played.player, played.futures[rollout][0][:at])
+    return values
+
+
+@cache
+def turn_metric(rule: str) -> Metric:
+    return reward_spec(config_of(rule).reward).metrics[TURN_METRICS[rule]].make(None)
+
+
+def credits_of(groups: Sequence[Played], rule: str, critic_groups: Sequence[Played]) -> list[dict[int, float]]:
+    """For each group the rule's advantages, by the turn's token; the groups are one batch.
+
+    `critic_groups`: those that a critic learns from.
+    """
     config = config_of(rule)
     formula, spec = reward_spec(config.reward).formula, CreditSpec(config.algo, config.reward, config.rollout)
     by_group = [
@@ -192,12 +301,18 @@ def credits_of(groups: Sequence[Played], rule: str) -> list[dict[int, float]]:
         for number, played in enumerate(groups)
     ]
     numbers = [number for number, samples in enumerate(by_group) for _ in samples]
-    batch = with_advantages(ScoredBatch(tuple(sample for samples in by_group for sample in samples)), config.algo)
+    samples, values = tuple(sample for samples in by_group for sample in samples), None
+    if advantage_class(config.algo.advantage).critic:
+        critic = Critic(critic_groups, config.algo.gamma)
+        values = [values_of(groups[number], sample, critic) for number, sample in zip(numbers, samples, strict=True)]
+    batch = with_advantages(ScoredBatch(samples, values=values), config.algo)
     assert batch.advantages is not None
     credits: list[dict[int, float]] = [{} for _ in groups]
     for number, sample, advantages in zip(numbers, batch.samples, batch.advantages, strict=True):
         for at in np.flatnonzero(sample.loss_mask):
             credits[number][int(sample.token_ids[at])] = float(advantages[at])
+    if config.algo.objective == "dpo":  # rewards of pairs
+        return [{turn: 2 * (reward - fmean(pair.values())) for turn, reward in pair.items()} for pair in credits]
     return credits
 
 
@@ -240,10 +355,11 @@ def correlation(x: np.ndarray, y: np.ndarray, groups: np.ndarray) -> tuple[float
 def measure(policy: DeskBehavior, tasks: Sequence[Task], replays: int) -> dict[str, tuple[float, float]]:
     """Correlations with their standard errors, by rule and turns."""
     groups = [play_group(policy, task, replays) for task in tasks]
+    critic_groups = [play_group(policy, task, replays) for task in desk.tasks(1, len(tasks))]
     turns = turns_of(groups)
     results = {}
     for rule, settings in RULES.items():
-        credits = credits_of(groups, rule)
+        credits = credits_of(groups, rule, critic_groups)
         values = np.array(
             [credits[g].get(token_id, 0.0) for g, token_id in zip(turns.group_T, turns.tokens, strict=True)]
         )

@@ -4,7 +4,7 @@ import { number } from "./format.js";
 
 /** Sections of the overview in their order. A metric belongs to the first section whose pattern matches its name. */
 const SECTIONS = [
-  { title: "Reward", pattern: /^(reward|reward_se|spread|reliability|equal_rewards)$/ },
+  { title: "Reward", pattern: /^(reward|reward_se|spread|reliability|decision_density|equal_rewards)$/ },
   { title: "Scores", pattern: /^score\//, strip: true },
   { title: "Time", pattern: /^(seconds|idle)\//, fromZero: true },
   { title: "Cost", pattern: /^(llm\/|sampled_tokens$)/, fromZero: true },
