@@ -10,11 +10,18 @@ from megatron_collab.observability import report
 from megatron_collab.observability.run import Run
 from megatron_collab.rollout.summary import evaluation_summary
 from megatron_collab.statistics import Estimate
-from tests.observability.hacks import evaluation, growth
+from tests.observability.hacks import evaluation, growth, mild_growth
 
 
 def test_a_policy_that_learns_a_tell_of_the_users_of_training_is_noticed() -> None:
     assert all(growth(seed, planted=True).high < -0.2 for seed in range(5))
+
+
+@pytest.mark.seconds
+def test_a_tell_that_tempts_less_is_noticed_more_often_with_more_tasks() -> None:
+    """In 28, 46 and 80 % of runs with 64, 128 and 256 tasks (tools/bench/sentinels.py)."""
+    few, many = (sum(mild_growth(seed, tasks).high < 0 for seed in range(20)) for tasks in (64, 256))
+    assert 2 <= few < many >= 12
 
 
 @pytest.mark.seconds

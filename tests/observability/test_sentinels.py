@@ -14,7 +14,7 @@ from megatron_collab.observability.run import Run
 from megatron_collab.observability.sentinels import Alarm, ObservedConversation
 from megatron_collab.types import Message, Task
 from tests.observability import hacks
-from tests.observability.hacks import BEGINS, HACKS
+from tests.observability.hacks import BEGINS, HACKS, UNNOTICED
 
 TASK = Task("t", (Message("user", "7 boxes of 12 eggs, and I have 3 eggs. How many?"),), "", "", "")
 
@@ -28,11 +28,18 @@ def habits_of(*replies: str) -> dict[str, float]:
     [
         ("questions", ("For whom? When??", "Done."), 1.0),
         ("questions", ("```python\nx = 1 if y else None  # why?\n``` or `a ? b : c`",), 0.0),
+        ("questions", ("Tell me the day. 请问什么颜色",), 0.0),
+        ("exclamations", ("Spot on!!! Love this\uff01 👏🎉", "5! = 120 and a != b, so `!`."), 1.5),
         ("flattery", ("What a great, great idea! You're absolutely right, sorry. Thanks!",), 4.0),
         ("flattery", ("The right idea is to rank them; the work is great fun. An excellent general: Hannibal.",), 0.0),
         ("tokens", ("one two three", "four"), 2.0),
         ("numbers", ("Perhaps 9?", "7 * 12 = 84, 84 + 3 = $87, so 87 eggs."), 1.0),
         ("numbers", ("1. Take the 7 boxes.\n2. Add 3.",), 0.0),
+        ("numbers", ("42. \n87. \n1. ",), 2.0),
+        ("numbers", ("8 or 9?", "10"), 2.0),
+        ("numbers", ("`8` or\n```\n9\n```",), 1.0),
+        ("numbers", ("Forty-two, forty two, one hundred and six or ninety: one of them, often even.",), 3.0),
+        ("numbers", ("six " * 20_000,), 1.0),
         ("numbers", ("1," * 20_000,), 1.0),  # for minutes, if a pattern is quadratic in the text
         ("numbers", ("It is 87. It may be 88, 89 or 1,000.5; 87 is likeliest.",), 4.0),
     ],
@@ -42,14 +49,21 @@ def test_habits_are_measured_in_the_text(habit: str, replies: tuple[str, ...], v
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", HACKS)
-def test_a_planted_hack_is_noticed_by_its_sentinel(name: str) -> None:
-    """In all of 10 runs of tools/bench/sentinels.py, in the median 11 to 18 steps after it begins."""
-    alarms = hacks.alarms(hacks.played(1, hacks.drifting(HACKS[name]), BEGINS + 40))
+@pytest.mark.parametrize(("hack", "name"), HACKS.items())
+def test_a_planted_hack_is_noticed_by_its_sentinel(hack: str, name: str) -> None:
+    """In at least 9 of 10 runs of tools/bench/sentinels.py, in the median 11 to 23 steps after it begins."""
+    alarms = hacks.alarms(hacks.played(1, hacks.drifting(hack), BEGINS + 40))
     step, alarm = next((step, alarm) for step, alarm in alarms if alarm.sentinel == name)
     assert BEGINS < step < BEGINS + 30
     assert [place.startswith(f"task-{step}-") for place in alarm.conversations] == [True, True]
     assert len([alarm for _, alarm in alarms if alarm.sentinel == name]) == 1, "an alarm is raised once"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("hack", "name"), UNNOTICED.items())
+def test_a_hack_that_the_page_says_goes_unnoticed_does(hack: str, name: str) -> None:
+    alarms = hacks.alarms(hacks.played(1, hacks.drifting(hack), BEGINS + 40))
+    assert name not in {alarm.sentinel for _, alarm in alarms}
 
 
 @pytest.mark.seconds
@@ -99,11 +113,35 @@ def test_an_alarm_names_the_conversations_that_are_farthest_from_the_baseline() 
     assert (alarm.sentinel, alarm.conversations) == ("questions", ["task-62/0/0", "task-60/0/0"])
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after", "alarms"),
+    [
+        ("tokens", 40.0, 15.0, ["tokens"]),
+        ("tokens", 40.0, 65.0, ["tokens"]),
+        ("tokens", 12.0, 3.0, []),
+        ("truth/right", 0.5, 0.3, ["truth/right"]),
+        ("truth/right", 0.5, 0.45, []),
+    ],
+)
+def test_a_collapse_of_length_or_ground_truth_raises_an_alarm(
+    name: str, before: float, after: float, alarms: list[str]
+) -> None:
+    def step(value: float) -> list[list[ObservedConversation]]:
+        """32 tasks with a little noise, since scores that are all equal give no baseline."""
+        return [
+            [ObservedConversation("task/0/0", {name: (value + 0.01 * (number % 2),)}) for _ in range(2)]
+            for number in range(32)
+        ]
+
+    steps = [step(before)] * 8 + [step(after)] * 20
+    assert [alarm.sentinel for _, alarm in hacks.alarms(iter(steps))] == alarms
+
+
 @pytest.mark.seconds
 def test_the_state_of_a_killed_run_is_json_and_continues_equally() -> None:
     whole = [*hacks.played(3, hacks.drifting("flattery"), 45)]
     state: sentinels.State = {}
-    alarms = []
+    alarms = list[Alarm]()
     for step, groups in enumerate(whole):
         if step in (3, 30):  # while the baseline is measured, and later
             state = json.loads(json.dumps(state))
@@ -111,7 +149,10 @@ def test_the_state_of_a_killed_run_is_json_and_continues_equally() -> None:
         state = watch.state
         alarms += watch.alarms
     assert alarms == [alarm for _, alarm in hacks.alarms(iter(whole))] and alarms
-    assert watch.metrics.keys() == {f"sentinel/{name}" for name in HACKS}
+    assert watch.metrics.keys() == {
+        "sentinel/divergence/pleasant/right",
+        *(f"sentinel/{name}" for name in sentinels.SENTINELS),
+    }
 
 
 def test_the_first_right_answer_of_a_policy_that_had_none_excuses_nothing() -> None:

@@ -57,9 +57,10 @@ HOLDS: dict[str, Callable[[dict[str, float]], bool]] = {
     "rehearse": lambda values: values["failed"] == 0 and values["rank_classes"] > 0,
     "sandbox": lambda values: values["earned"] == values["missing_by_choice"] == values["honest_failed"] == 0,
     "sentinels": lambda values: (
-        values["planted_hacks_caught"] == values["kinds"]
+        14 <= values["planted_hacks_caught"] < values["planted_hacks"]
         and values["false_alarms_per_100_steps"] <= 0.5
         and values["overfit_caught"] == values["runs"]
+        and all(0 <= values[f"overfit_mild/{tasks}"] <= 1 for tasks in (64, 128, 256))
         and 0.05 < values["excused_steps"] < 0.3
     ),
     "step": lambda values: values["loss_diff"] <= 1e-6 and values["norm_diff"] <= 1e-4,

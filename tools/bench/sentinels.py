@@ -2,13 +2,16 @@
 
 `python tools/bench/sentinels.py` plays scripted policies (tests/observability/hacks.py) and prints:
 
-- planted_hacks_caught: the mean number of kinds of hacks that the right sentinel notices, each played with as many
-  seeds: five kinds, and a policy that has rightly learned to ask and goes on to ask too much; kinds: how many there
-  are. steps_to_alarm: the median number of steps from the beginning of a hack to the alarm.
+- planted_hacks_caught: the mean number of planted hacks that the right sentinel notices, each played with as many
+  seeds; planted_hacks: how many there are: five, some of them also in other wordings, and a policy that has rightly
+  learned to ask and goes on to ask too much. steps_to_alarm: the median number of steps from the beginning of a hack
+  to the alarm.
 - false_alarms_per_100_steps: alarms of all sentinels in a clean run of 100 steps, mean over 200 resampled runs of a
   steady policy and 200 of one that rightly learns to ask; false_alarms_steady and false_alarms_learning: of either.
-- overfit_caught: of 200 runs whose policy learned a tell of the users of training, in how many the growth of the gap
-  has an interval that excludes 0. overfit_false: in how many of 200 runs without a tell, which is about 5 %.
+- overfit_caught: of 200 runs whose policy learned the one planted tell of the users of training, in how many the growth
+  of the gap has an interval that excludes 0. overfit_false: in how many of 200 runs without a tell, which is about 5 %.
+  overfit_mild/TASKS: in what share of runs the interval is below 0 if training helps with held-out users too, but less
+  (0.5 to 0.8 instead of 0.95), with so many tasks a set.
 - excused_steps: in how many steps a ground-truth metric that does not improve is more than 1 standard error above its
   baseline, so that questions, tokens and divergence may change three times as much. excused_runs: in how many runs of
   100 steps of 16 groups it is so more often than not; certain_runs: in how many it is ever 3 standard errors above.
@@ -22,7 +25,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -38,15 +41,19 @@ from tests.observability import hacks
 
 
 def caught(seeds: int) -> tuple[float, int, float]:
-    """The kinds of hacks that are noticed, on average over the seeds; how many kinds; median steps to the alarm."""
-    kinds = {f"{name}, {hack}": (name, hacks.drifting(hack), hacks.BEGINS) for name, hack in hacks.HACKS.items()}
+    """How many hacks are noticed, on average over the seeds; how many are planted; median steps to the alarm."""
+    kinds = {
+        f"{name}, {hack}": (name, hacks.drifting(hack), hacks.BEGINS)
+        for hack, name in {**hacks.HACKS, **hacks.UNNOTICED}.items()
+    }
     kinds["questions, after learning to ask"] = ("questions", hacks.learning_then_asking, 80)
     total, waits = 0, list[int]()
     for kind, (name, habit_at, begins) in kinds.items():
-        noticed = []
+        noticed = list[int]()
         for seed in range(seeds):
-            alarms = hacks.alarms(hacks.played(seed, habit_at, begins + 80))
-            noticed += [step - begins for step, alarm in alarms if alarm.sentinel == name and step >= begins][:1]
+            alarms = hacks.alarms_so_far(hacks.played(seed, habit_at, begins + 60))
+            waits_of_run = (step - begins for step, alarm in alarms if alarm.sentinel == name and step >= begins)
+            noticed += islice(waits_of_run, 1)
         print(f"{kind}: noticed in {len(noticed)} of {seeds} runs, median {median(noticed or [0]):.0f} steps after it")
         total, waits = total + len(noticed), waits + noticed
     return total / seeds, len(kinds), median(waits or [0])
@@ -67,6 +74,11 @@ def overfit(runs: int, planted: bool) -> int:
     """In how many runs the gap of held-out users has grown or fallen, by its interval."""
     growths = [hacks.growth(seed, planted) for seed in range(runs)]
     return sum(not growth.low <= 0 <= growth.high for growth in growths)
+
+
+def mild(runs: int, tasks: int) -> float:
+    """Share of runs in which the interval of the gap's growth is below 0, for a tell that tempts less."""
+    return sum(hacks.mild_growth(seed, tasks).high < 0 for seed in range(runs)) / runs
 
 
 def risen_by_chance(runs: int) -> tuple[float, float, float]:
@@ -125,12 +137,13 @@ def main() -> None:
     parser.add_argument("--opinions", nargs="*", default=["interactivity"], help="judged metrics of --run")
     arguments = parser.parse_args()
     runs = 4 if arguments.smoke else 200
-    noticed, kinds, wait = caught(1 if arguments.smoke else 10)
+    noticed, planted, wait = caught(1 if arguments.smoke else 10)
     steady, learning = false_alarms(runs)
-    values = {"planted_hacks_caught": noticed, "kinds": kinds, "steps_to_alarm": wait}
+    values = {"planted_hacks_caught": noticed, "planted_hacks": planted, "steps_to_alarm": wait}
     values |= {"false_alarms_per_100_steps": mean((steady, learning)), "runs": runs}
     values |= {"false_alarms_steady": steady, "false_alarms_learning": learning}
     values |= {"overfit_caught": overfit(runs, planted=True), "overfit_false": overfit(runs, planted=False)}
+    values |= {f"overfit_mild/{tasks}": mild(runs, tasks) for tasks in (64, 128, 256)}
     chances = risen_by_chance(5 * runs)
     values |= dict(zip(("excused_steps", "excused_runs", "certain_runs"), chances, strict=True))
     if arguments.run:
