@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 from megatron_collab.reproduce.plan import StudyOptions, chains
 from megatron_collab.reproduce.results import ArmResult
 from megatron_collab.reproduce.study import Column, Study, read
-from megatron_collab.statistics import difference, mean
+from megatron_collab.statistics import Estimate, difference, mean
 from tools import demo
 from tools.bench import evidence
 from tools.bench.evidence import Trainings
@@ -106,8 +107,8 @@ def test_the_summary_says_how_many_trainings_an_arm_has(trainings: Trainings) ->
     assert rows["optimal, predicted"] == ["0.900", "0.900"]
     assert rows["SFT"] == ["0.667 (2)", "0.433 (1)"] and rows["MR, 3 futures"] == ["0.800 (1)"] * 2
     assert rows["whole conversations"] == ["0.600 (1)"], "nothing in the second column"
-    assert rows["MR over the bonus [95%]"][0].startswith("+0.100 [")
-    assert "| whole conversations over MR [95%] |  |  |" in lines
+    assert rows["MR over the better of both [95%]"][0].startswith("+0.100 [")
+    assert rows["whole conversations over MR [95%]"] == [Estimate(math.nan).text()] * 2
     assert not [*evidence.summary({"cost_0.10": Trainings({})})]
 
 

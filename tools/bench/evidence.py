@@ -53,14 +53,11 @@ OPTIMAL, BEST_BONUS, AT_ONCE = "optimal", "single turn, best bonus", "answers no
 PROMISED = {OPTIMAL: OPTIMAL, AT_ONCE: "answers at once"}
 SUMMARY = {
     "sft": "SFT",
-    MYOPIC: "best bonus for asking",
+    "single_turn": "utility of the turn",
+    MYOPIC: "bonus for asking",
     MULTITURN: "MR, 3 futures",
     "conversations": "whole conversations",
 }
-DIFFERENCES = (
-    (MULTITURN, MYOPIC, "MR over the bonus"),
-    ("conversations", MULTITURN, "whole conversations over MR"),
-)
 PREDICTED = ("desk_utility_incomplete", "desk_right", "desk_questions", "desk_needless")
 MEASURED = ("desk_asks_open", "desk_asks_guessable", "token_amount")
 HEADS = (
@@ -275,9 +272,11 @@ def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
     for arm, title in SUMMARY.items():
         cells = [f"{t.utility(arm).value:.3f} ({t.number(arm)})" if t.number(arm) else "" for t in columns]
         yield f"| {title} | {' | '.join(cells)} |"
-    for arm, over, title in DIFFERENCES:
-        both = [t.with_arms(arm, over).seeds for t in columns]
-        gains = [t.gain(arm, over).text("{:+.3f}".format) if b else "" for t, b in zip(columns, both, strict=True)]
+    for title, pairs in {
+        "MR over the better of both": [(MULTITURN, (t.compared() or (MYOPIC,))[0]) for t in columns],
+        "whole conversations over MR": [("conversations", MULTITURN)] * len(columns),
+    }.items():
+        gains = [t.gain(*pair).text("{:+.3f}".format) for t, pair in zip(columns, pairs, strict=True)]
         yield f"| {title} [95%] | {' | '.join(gains)} |"
 
 
