@@ -266,6 +266,10 @@ def test_a_difference_over_seeds_may_be_negative_and_equal_arms_are_no_certainty
     fewer = [{str(n): [float(n < 10)] for n in range(20)} for _ in range(3)]
     assert difference_of_seeds(solved, fewer).low < -0.1 < difference_of_seeds(solved, fewer).value < 0
     assert difference_of_seeds(fewer, fewer) == difference(fewer[0], fewer[0])
+    same = difference_of_seeds(solved, solved)
+    assert same.value == 0 and (math.isnan(same.low) or same.low < 0 < same.high)
+    uneven = ([{"a": [1.0]}, {"a": [0.0] * 9}], [{"a": [1.0]}, {"a": [1.0] * 9}])
+    assert difference_of_seeds(*uneven).value == 0.5, "seeds count alike, whatever their conversations"
     scores = [{str(n): [n / 7] for n in range(20)}] * 3
     equal = difference_of_seeds(scores, scores)
     assert equal.value == 0 and math.isnan(equal.low)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from itertools import dropwhile
+from itertools import dropwhile, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 _MARKER = "SAMPLED7REPLY"
 CONTROL_TOKENS = "control_tokens_as_text"  # counter
 _CONTROL_FORM = re.compile(r"[<\[][|\uff5c].*[|\uff5c][>\]]")  # as <|fim_prefix|>, which Qwen's do not flag as special
-# Marks of thoughts, of any vendor, and Llama's of a call, which its template writes only for some tools.
-_REPLY_MARK = re.compile("think|python_tag", re.IGNORECASE)
+# Marks of thoughts and calls, of any vendor. Some templates write those of calls only for some tools, or never.
+_REPLY_MARK = re.compile("think|python_tag|tool_?call", re.IGNORECASE)
 _DECODED_TOGETHER = 5  # tokens of a prompt that SGLang decodes with a reply, whose first space some decoders drop
 _SHOWN = "move their text into messages of the user, or give a model whose template shows them"
 _FIXED = "fix it, or give another model"
@@ -71,7 +71,8 @@ class ChatRenderer:
         if not self.tokenizer.chat_template:
             raise ValueError(f"{setting}={model_path}: its tokenizer has no chat template; give a chat model")
         self._check_arguments()
-        # Control tokens, and where they are cut: in replies, which may think and call tools, and in what JSON holds.
+        # All control tokens; those that are cut in replies, which may think and call tools; and in what JSON holds,
+        # where a template may complete one.
         self._control_tokens = self._cut_in_replies = self._cut_in_json = re.compile(r"(?!)")
         self._header = self._lead = self._trail = ""
         self.plain_mark: str | None = None
@@ -260,14 +261,20 @@ class ChatRenderer:
         self.plain_mark = mark[0] if (mark := re.search(r"\S*[^\w\s]\S*", beside)) else None
 
     def _call_marks(self) -> set[str]:
-        """Control tokens of a message with a call: with text and values, or as OpenAI's, without text and as JSON."""
-        marks = set[str]()
-        for content, arguments in (("", {"x": "x"}), (None, '{"x": "x"}')):
+        """Control tokens that a call adds to a reply: with text and values, or as OpenAI's, as JSON without text."""
+        marks, question = set[str](), {"role": "user", "content": "x"}
+        tool = {"type": "function", "function": {"name": "x", "description": "x", "parameters": {}}}
+
+        def written(reply: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> Counter[str]:
+            text = _apply_template(self.tokenizer, [question, reply], tools, **self.arguments)
+            return Counter(self._control_tokens.findall(text))
+
+        for tools, (content, arguments) in product((None, [tool]), (("", {"x": "x"}), (None, '{"x": "x"}'))):
             call = {"id": "123456789", "type": "function", "function": {"name": "x", "arguments": arguments}}
-            reply = {"role": "assistant", "content": content, "tool_calls": [call]}
-            with suppress(TemplateError):  # the template takes the other
-                text = _apply_template(self.tokenizer, [{"role": "user", "content": "x"}, reply], **self.arguments)
-                marks.update(self._control_tokens.findall(text))
+            reply = {"role": "assistant", "content": content}
+            with suppress(TemplateError):  # the template takes another form
+                called = written({**reply, "tool_calls": [call]}, tools)
+                marks.update(called - written({**reply, "content": "x"}, tools))
         return marks
 
     def _check_last_reply(self) -> None:

@@ -83,8 +83,8 @@ def decision_density(groups: Sequence[Sequence[Rollout]]) -> float:
     The fraction of turns whose actions affect the return (arXiv:2606.22164), here of the actions that were sampled. If
     nothing varies between futures of a reply, or two replies without futures differ, a group counts as it is. Every
     other group has the p of an analysis of variance, and the share is estimated as (share(p <= a) - a) / (1 - a),
-    a = 1/4, from which chance alone gives 0 on average, in single steps also less (Storey 2002, JRSS B 64:479,
-    lambda = a).
+    a = 1/4 (Storey 2002, JRSS B 64:479, lambda = a). Of equal replies the mean is 0 if rewards are normal, and -0.2 to
+    0.04 if they are 0 or 1, so that p has few values; single steps vary around it.
 
     An underestimate, the more the smaller the differences are beside the chance in futures: of groups of 8 replies x 3
     futures it counts 0.88 (0.50) if the expected rewards have the variance of a future (0.3 of it), in all normal

@@ -300,6 +300,23 @@ def test_marks_of_calls_are_read_from_templates_that_take_json(folder: Path) -> 
     assert not {*marks} & {*chat.tokenizer.convert_ids_to_tokens(chat.first([Message("user", " ".join(marks))]))}
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        XML_CALLS.replace("m.tool_calls or []", "((m.tool_calls or []) if tools else [])"),
+        XML_CALLS.replace("m.tool_calls or []", "((m.tool_calls or []) if not m.content else [])"),
+        CALLS,  # it shows no call
+        XML_CALLS.replace("{% endif %}", "{% else %}{{ '<|eot_id|>' }}{% endif %}"),  # ends a conversation, as Phi's
+    ],
+)
+def test_a_reply_keeps_the_marks_of_calls_but_none_that_ends_a_conversation(folder: Path, template: str) -> None:
+    chat = chat_of(folder, "bytes", template)
+    marks = chat.tokenizer.convert_ids_to_tokens(
+        count(chat, chat.reply("<tool_call> a <|eot_id|> b </tool_call>")[:-1])
+    )
+    assert marks == ["<tool_call>", "</tool_call>"]
+
+
 @pytest.mark.parametrize("mark", ["</tool_call>", "<think>", "<|eot_id|>", "<|im_end|>", "<|im_end|", "|im_end|"])
 def test_a_calls_arguments_are_text(folder: Path, mark: str) -> None:
     """Also if the template completes a mark, as in `<parameter=KEY>` or `<KEY>`."""
