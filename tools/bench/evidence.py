@@ -69,8 +69,11 @@ AIMS = {
     "interval_low": ("lower end of its interval", "> 0"),
     "regret_over_myopic": ("regret of window 3 as a share of that arm's", "≤ 0.5"),
     "futures_saved": ("share of futures saved at equal variance, nothing at equal tokens", "≥ 0.5"),
-    "planted_hacks_caught": ("planted reward hacks that the sentinels catch", "≥ 5"),
-    "overfit_caught": ("planted overfits to the users of training that are caught", "≥ 1"),
+    "planted_hacks_caught": ("planted reward hacks that the sentinels catch, of 21, on average", "≥ 5"),
+    "overfit_caught": (
+        "of 200 runs of one planted overfit to the users of training, those in which it is caught",
+        "all",
+    ),
 }
 PACKAGES = ("torch", "sglang", "megatron-core", "numpy")
 
@@ -255,7 +258,13 @@ def page_lines(tasks: Mapping[str, Trainings]) -> Iterator[str]:
 
 def aims(measured: Mapping[str, float]) -> Iterator[str]:
     """The table of docs/evidence.md that has the values of the bench beside what was aimed at."""
-    yield from ("", "### What was aimed at", "", "| at the worse cost | aim | measured |", "|---|---|---|")
+    yield from (
+        "",
+        "### What was aimed at",
+        "",
+        "| the first three: at the worst cost of each | aim | measured |",
+        "|---|---|---|",
+    )
     for name, (title, aim) in AIMS.items():
         yield f"| {title} | {aim} | {f'{measured[name]:.3g}' if name in measured else ''} |"
 
@@ -273,7 +282,7 @@ def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
         cells = [f"{t.utility(arm).value:.3f} ({t.number(arm)})" if t.number(arm) else "" for t in columns]
         yield f"| {title} | {' | '.join(cells)} |"
     for title, pairs in {
-        "MR over the better of both": [(MULTITURN, (t.compared() or (MYOPIC,))[0]) for t in columns],
+        "MR over the best of a turn": [(MULTITURN, (t.compared() or (MYOPIC,))[0]) for t in columns],
         "whole conversations over MR": [("conversations", MULTITURN)] * len(columns),
     }.items():
         gains = [t.gain(*pair).text("{:+.3f}".format) for t, pair in zip(columns, pairs, strict=True)]
