@@ -7,6 +7,7 @@ import decimal
 import gzip
 import json
 import random
+import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_collab.reward.metrics.code_blocks import merged
+from megatron_collab.reward.metrics.code_statements import free_names
 
 
 def block(code: str, language: str = "python") -> str:
@@ -202,6 +204,48 @@ def test_a_setting_of_a_module_stays_in_front_of_definitions() -> None:
     assert "KEY" in code and "remove" not in code
 
 
+UNUSED = {
+    "a test": "import zzz_pytest\ndef test_f(): assert f() == 1",
+    "a test with a decorator": "from zzz_hypothesis import given\n@given(1)\ndef test_f(x): assert f() == 1",
+    "an alternative": "import zzz_numpy as np\nONES = np.ones(2)\ndef fast(): return ONES.sum()",
+    "a draft that does not parse": "def g(:\n    return f()",
+    "a name of a builtin": "sum = f() - 3\nprint(sum)",
+    "an import of the same package": "import xml.dom.minidom",
+    "an import of the package": "import xml",
+}
+
+
+@pytest.mark.parametrize("code", UNUSED.values(), ids=UNUSED.keys())
+def test_what_the_tests_do_not_need_breaks_nothing(code: str) -> None:
+    solution = "import xml.etree.ElementTree\ndef f(): return sum([2, len(xml.etree.ElementTree.__name__) * 0])"
+    merged_code = merged([block(solution), block(code)], {"f", "sum", "print"})
+    namespace: dict[str, Any] = {}
+    exec(merged_code, namespace)
+    assert namespace["f"]() == 2
+    assert "import xml.etree.ElementTree" in merged_code  # which other tests may have imported
+
+
+def test_all_definitions_stay_if_none_has_a_name_of_the_tests() -> None:
+    namespace: dict[str, Any] = {}
+    exec(merged([block("def g(): return 1\ndef h(): return 2")], {"f"}), namespace)
+    assert namespace["g"]() + namespace["h"]() == 3
+
+
+LONG = {
+    "fences": ("", "```\n)\n", ""),
+    "calls": ("```python\ndef f():0\n", "f()\n", "```"),
+}
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("head", "unit", "end"), LONG.values(), ids=LONG.keys())
+def test_the_time_of_long_replies_is_bounded(head: str, unit: str, end: str) -> None:
+    reply = head + "".join(map(unit.format, range(40_000 // len(unit)))) + end
+    start = time.process_time()
+    merged([reply], {"f"})
+    assert time.process_time() - start < 6  # quadratic: 11 and more
+
+
 def test_names_of_the_tests_count_as_definitions() -> None:
     assert value("class A:\n    def g(self): return 2\nf = A().g\nprint(f())", "print(f())") == 2
     assert value("from functools import partial\nf = partial(int, '2')", "print(f())") == 2
@@ -324,6 +368,18 @@ CONVERSATIONS = {
         "from decimal import Decimal, getcontext\ngetcontext().prec = 1\ndef f(): return Decimal(7) / 3",
         "def f(): return Decimal(7) / 3",
     ),
+    "a context of decimals by an import of all": (
+        "from decimal import *\ngetcontext().prec = 1\ndef f(): return Decimal(7) / 3",
+        "def f(): return Decimal(7) / 3",
+    ),
+    "an import of a missing package": (
+        "import missing as math\ndef f(): return math.isqrt(4)",
+        "import math",
+    ),
+    "a helper that a decorator registers": (
+        "REG = []\ndef reg(g): REG.append(g)\n@reg\ndef a(): return 2\ndef f(): return REG[0]()",
+    ),
+    "commands of IPython": ("!pip install x\n%matplotlib inline\ndef f(): return 2\n%timeit f()", "%timeit f()"),
     "constants of a body of a class": (
         "N = 1\nclass A:\n    size = N\n    rows = [0] * N\ndef f(): return A.size + len(A.rows)",
         "N = 5\nprint(f())",
@@ -386,7 +442,7 @@ def test_solutions_of_human_eval_pass_however_they_are_split(dataset: Callable[[
         code, entry = problem["prompt"] + problem["canonical_solution"], problem["entry_point"]
         replies = conversation(code, entry, random.Random(seed))
         namespace: dict[str, Any] = {"__name__": __name__}
-        exec(merged(replies, {entry}), namespace)
+        exec(merged(replies, {entry, *free_names(problem["test"])}), namespace)
         exec(problem["test"], namespace)
         try:
             namespace["check"](namespace[entry])

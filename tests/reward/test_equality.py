@@ -64,6 +64,7 @@ EQUAL_FORMULAS = [
     ("[1, 3)", r"1 \le x < 3"),
     ("(2, 3)", "(x, y) = (2, 3)"),
     (r"\frac{1}{2}x", r"1/2 \cdot x"),
+    (r"\frac{1}{2} \lt x", r"1/2 \lt x"),  # an operator is no factor
     ("1/2x + 1/2x", "2/2x"),  # in either reading
     (r"\frac{\ln 3}{\ln 2}", r"\frac{\log 3}{\log 2}"),  # of any base
     (r"\log_{10} 100", "2"),

@@ -220,7 +220,8 @@ def test_a_reply_passes_if_all_tests_pass() -> None:
 @pytest.mark.processes
 def test_a_reply_that_leaves_before_its_tests_has_not_passed_them() -> None:
     leave = ["import sys; sys.exit(0)", "raise SystemExit", "import os; os._exit(0)", "import atexit, os; exit()"]
-    assert score(TWICE, *(reply(f"{CODE}class Leave:\n    {code}\n") for code in leave)) == [0.0] * len(leave)
+    replies = [reply(f"{CODE}class Leave:\n    print(twice)\n    {code}\n") for code in leave]
+    assert score(TWICE, *replies) == [0.0] * len(leave)
 
 
 @pytest.mark.processes

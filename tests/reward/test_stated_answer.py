@@ -98,13 +98,46 @@ STATED = [
     (r"**Solution:** \boxed{7}", "7"),
     (r"Adding up: \boxed{7}", "7"),
     ("The answer is 8. That's not right, though. So it is 6.", "6."),
+    ("The answer is 42. Let me know if you'd like to see why 42 is right.", "42."),
 ]
+ENDINGS = (
+    "If you have any other questions, feel free to ask!",
+    "Please let me know if you'd like a more detailed explanation.",
+    "If you have any further questions, let me know.",
+    "If you have further questions, please don't hesitate to ask.",
+    "And let me know if you need more help.",
+    "If anything is unclear, just let me know.",
+    "Just let me know.",
+    "Thank you!",
+    "If you need more help, let me know!",
+    "I'm here to help if you have questions.",
+    "Hope this makes sense.",
+    "I'm glad I could assist!",
+    "I hope this clarifies things. Happy learning!",
+    "Feel free to ask about step 3.",
+)
+LABELS = (
+    *("Final", "Total cost", "Area", "Number of apples", "Evaluating", "Dividing both sides by 2"),
+    *("**Total cost", "So we add them. Sum"),
+)
 
 
 @pytest.mark.parametrize(("reply", "answer"), STATED)
 def test_what_a_reply_states(reply: str, answer: str) -> None:
     stated = stated_answer([reply])
     assert stated is not None and stated.strip() == answer.strip()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_answer_stays_sure_before_a_polite_ending(ending: str) -> None:
+    assert stated_answer([f"The answer is 42. {ending}"]) == "42."
+    assert stated_answer(["The answer is 42.", f"You're welcome! {ending}"]) == (None if "3" in ending else "42.")
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_label_leads_to_a_box(label: str) -> None:
+    for box in (r": \boxed{42}", r": $\boxed{42}$", ":\n\\boxed{42}"):
+        assert stated_answer([label + box]) == "42"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +184,19 @@ def test_what_a_reply_states(reply: str, answer: str) -> None:
         # struck, or a box behind words that name no answer
         *("~~The answer is 16.~~", "The answer is ~~16~~", "<del>The answer is 16.</del>", r"~~\boxed{16}~~"),
         *(r"about: \boxed{16}", r"I reject: \boxed{16}", r"For example: \boxed{16}"),
+        *(
+            r"Common mistake: \boxed{16}",
+            r"Method 1: \boxed{16}",
+            r"Zum Beispiel: \boxed{16}",
+            r"Student A: \boxed{16}",
+        ),
+        # offers and conditions that go on
+        *("The answer is 8. I will solve it again: we obtain 9.", "The answer is 8. I would work with 9 instead."),
+        *("The answer is 8. Try this: 9.", "The answer is 8. Happy to explain why 9 is also possible."),
+        "The answer is 8. I'd be happy to help you subtract the tax, leaving you with 5.",
+        *("The answer is 8. Feel free to subtract 3.", "The answer is 8. Feel free to subtract the tax."),
+        *("The answer is 8. If you have any other coins, add them.", "The answer is 8. Of course, add the tax."),
+        "The answer is 8. If you need the total you must double it",
         # another number or a statement follows
         *(
             "So the number of boys is 5. That leaves eight girls.",
@@ -177,9 +223,12 @@ def test_what_states_nothing_surely(reply: str) -> None:
     assert stated_answer([reply]) is None
 
 
+THANKED = ("Of course! Glad I could help.", "Great to hear that! If you run into any other problems, just let me know.")
+
+
 def test_an_earlier_reply_counts_before_a_closing() -> None:
     closings = ("You're welcome!", "Glad I could help, Anna. Let me know if you have other questions.", "¡De nada!")
-    for closing in (*closings, "Good luck with your exam and have a great day!"):
+    for closing in (*closings, "Good luck with your exam and have a great day!", "Great! Good luck!", *THANKED):
         assert stated_answer(["The answer is 42.", closing]) == "42."
     assert stated_answer(["The answer is 42.", "So it is 48."]) == "48."
     assert stated_answer(["The answer is 42.", "See page 7."]) is None
@@ -191,6 +240,7 @@ def test_an_earlier_reply_counts_before_a_closing() -> None:
     [
         *("You're right, glad you caught it! The tax should be subtracted.", "Happy to fix it: subtract the tax."),
         *("Good question! You would have to double it, since both of them pay.", "Glad you noticed my error!"),
+        *("Thank you!", "Thank you for the correction.", "Of course!", "Great! Subtract it."),
         *(
             "You're welcome! Double it for the way back.",
             "Let me know if it should be doubled.",

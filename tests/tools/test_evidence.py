@@ -107,7 +107,7 @@ def test_the_summary_says_how_many_trainings_an_arm_has(trainings: Trainings) ->
     assert rows["optimal, predicted"] == ["0.900", "0.900"]
     assert rows["SFT"] == ["0.667 (2)", "0.433 (1)"] and rows["MR, 3 futures"] == ["0.800 (1)"] * 2
     assert rows["whole conversations"] == ["0.600 (1)"], "nothing in the second column"
-    assert rows["MR over the best of a turn [95%]"][0].startswith("+0.100 [")
+    assert rows["MR over the best turn-alone reward [95%]"][0].startswith("+0.100 [")
     assert rows["whole conversations over MR [95%]"] == [Estimate(math.nan).text()] * 2
     assert not [*evidence.summary({"cost_0.10": Trainings({})})]
 

@@ -72,7 +72,7 @@ AIMS = {
     "planted_hacks_caught": ("planted reward hacks that the sentinels catch, of 21, on average", "≥ 5"),
     "overfit_caught": (
         "of 200 runs of one planted overfit to the users of training, those in which it is caught",
-        "all",
+        "≥ 1",
     ),
 }
 PACKAGES = ("torch", "sglang", "megatron-core", "numpy")
@@ -282,7 +282,7 @@ def summary(tasks: Mapping[str, Trainings]) -> Iterator[str]:
         cells = [f"{t.utility(arm).value:.3f} ({t.number(arm)})" if t.number(arm) else "" for t in columns]
         yield f"| {title} | {' | '.join(cells)} |"
     for title, pairs in {
-        "MR over the best of a turn": [(MULTITURN, (t.compared() or (MYOPIC,))[0]) for t in columns],
+        "MR over the best turn-alone reward": [(MULTITURN, (t.compared() or (MYOPIC,))[0]) for t in columns],
         "whole conversations over MR": [("conversations", MULTITURN)] * len(columns),
     }.items():
         gains = [t.gain(*pair).text("{:+.3f}".format) for t, pair in zip(columns, pairs, strict=True)]

@@ -28,7 +28,8 @@ _UNREAD = re.compile(
 )
 _FACTOR = (  # the beginning of one: a letter, a bracket, or a command that is no operator
     r"[a-zA-Z(]|\|(?=[a-zA-Z])"
-    r"|\\(?!(?:cdot|times|div|le|ge|neq?|pm|mp|cup|cap|in|to|right|text|end)(?![a-zA-Z]))[a-zA-Z]"
+    r"|\\(?!(?:cdot|times|div|le|ge|neq?|lt|gt|pm|mp|cup|cap|setminus|land|lor|wedge|vee|in|to|right|text|end)"
+    r"(?![a-zA-Z]))[a-zA-Z]"
 )
 _TWO_READINGS = (  # notations that the parser reads in one way and many writers mean in another one
     (re.compile(rf"(/(?:\d+(?:\.\d+)?|[a-zA-Z]|\\pi|\([^()]*\))(?:\^\w)?) ?(?={_FACTOR})"), r"\1\\cdot "),  # 1/2x

@@ -5,12 +5,12 @@
    Sentences that ask count for nothing, and neither do those that begin with a hedge, a condition or a check, nor
    struck text.
 2. How sure it is. All that follows the verb up to the end of the sentence is the answer ("at least 5", "5 million"), so
-   it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb or the
-   name of an answer, and punctuation or a unit follows it. Hedges within the subject ("the number of possible values
-   is") change nothing.
-3. What may follow. Questions; offers, which begin as such and state no result; a closing; and whatever ends in the
-   answer again, as a check or working may. All else makes it unsure, e.g. other numbers and remarks. A reply that
-   takes something back withdraws all before it.
+   it is compared as a whole (equality.py). A box is all of its formula, but for "x =" before it, behind a verb or a
+   label ("Total cost:"), and punctuation or a unit follows it. Hedges within the subject ("the number of possible
+   values is") change nothing.
+3. What may follow. Questions; offers, which begin as such and have no numbers but the answer's and those of steps and
+   the like; a closing; thanks; and whatever ends in the answer again, as a check or working may. All else makes it
+   unsure, e.g. other numbers and remarks. A reply that takes something back withdraws all before it.
 4. Which reply. The last one, or the one before a reply of nothing but closings ("You're welcome!") and offers.
 
 Whatever is stated in another way, e.g. in a plain sentence without a conclusion, is not surely stated.
@@ -40,18 +40,38 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 # Sentences that state nothing.
 _ASKS = re.compile(r"[?\uff1f][^\w?]*$")
+_IF_ASKED = (
+    r"if (?:you(?:'d)? (?:like|want|prefer|need|have|run into)\b[^,=]{0,60}"
+    r"|(?:anything|something) (?:is|isn't|remains) (?:still )?\w+)"
+)
 _OFFERS = re.compile(
-    r"^\W*(?:(?:and|or|also|so|please|otherwise|of course|if you(?:'d)? (?:like|want|prefer|need)\b[^,]{0,60},)\s+)*"
-    r"(?:let me know|feel free|don't hesitate|tell me|(?:do you )?want (?:me )?to|would you|(?:shall|should) (?:i|we)"
+    rf"^\W*(?:(?:and|or|also|so|please|just|otherwise|of course|{_IF_ASKED},)\s+)*"
+    r"(?:let me know|feel free(?! to (?!(?:ask|reach|share|contact|let|tell|check|send|write|return|come)\b))"
+    r"|don't hesitate|tell me|(?:do you )?want (?:me )?to|would you|(?:shall|should) (?:i|we)"
     r"|(?:(?:i'm|i am|i'd be|i would be|always) (?:\w+ )?)?(?:happy|glad) to (?:help|explain|show|walk|answer|solve)"
-    r"|i(?:'ll| can| could| will| would) (?:(?:also|then|gladly) )*(?:help|show|explain|draw|give you|walk|solve|work)"
+    r"|i(?:'ll| can| could| will| would) (?:(?:also|then|gladly) )*(?:help|show|explain|draw|give you|walk|solve"
+    r"|work (?:it|this|that|through|out))|i(?:'m| am) (?:always )?here (?:to help|if you)"
     r"|(?:next steps?\W+)?try (?:it|this|another)|(?:is there )?anything else|do you (?:have|need|want)"
     r"|m\u00f6chtest du|soll ich|quieres|algo m\u00e1s|veux-tu)\b",
     re.IGNORECASE,
 )
+_POLITE = re.compile(  # passed over: what _BOUNDARY leaves in front of an offer, and what precedes a closing
+    rf"^\W*(?:(?:and|or|so|please|just)\b\W*)*"
+    rf"(?:(?!if you.{{0,80}}\b(?:you|must|should)\b){_IF_ASKED}(?:, (?:please|just|then))?[^\w.!]*$"
+    r"|(?:of course|great|sure|thanks|thank you(?: so much)?)?\W*$)",
+    re.IGNORECASE,
+)
 _RESULT = re.compile(  # in an offer
-    rf"=|(?:\b(?:is|are|be|it|gives?|giving|makes?|making|leaves?|leaving|gets?|equals?|which|so|thus)|'s)\W+"
+    r"=|\b(?:we|i) (?:get|obtain|have|find)\b"
+    r"|(?:\b(?:is|are|be|it|gives?|giving|makes?|making|leaves?|leaving|gets?|equals?|which|so|thus)"
+    r"|'s)\W+"
     rf"(?:{_NUMBER.pattern})",
+    re.IGNORECASE,
+)
+_COUNTED = re.compile(  # numbers in an offer that are no result
+    r"\b(?:steps?|parts?|problems?|questions?|exercises?|methods?|examples?|pages?|the other"
+    rf"|(?:see|show|explain|do|try|solve) (?:it|this|that) (?:for|with))\s+(?:{_NUMBER.pattern})"
+    rf"|(?:{_NUMBER.pattern})\s+(?:(?:more|other) )?(?:steps|ways|methods|minutes|parts|problems|questions|examples)\b",
     re.IGNORECASE,
 )
 _HEDGED = re.compile(  # at the beginning of a clause: a hedge, a condition or a check
@@ -74,20 +94,22 @@ _WITHDRAWS = _any_of(
 )
 _CLOSING = (
     r"(?:(?:you(?:'re| are) )?(?:(?:very|most|always|so) )?welcome|(?:it was )?(?:my|a) pleasure|no (?:problem|worries)"
-    r"|(?:(?:i'm|i am) )?(?:(?:so|very|always) )?(?:glad|happy|pleased) (?:to (?:help|hear)|(?:that )?i could help"
+    r"|(?:(?:i'm|i am) )?(?:(?:so|very|always) )?(?:glad|happy|pleased) (?:(?:to|(?:that )?i could)"
+    r" (?:help|hear|assist|be of (?:help|service))"
     r"|(?:(?:that|it|this|everything) )+(?:help(?:s|ed)|makes sense|work(?:s|ed)|(?:is|was) (?:clear|helpful|useful)))"
-    r"|(?:i )?hope (?:this|it|that)(?: answer| explanation)? (?:helps?|helped|clears?|(?:is|was) (?:correct|right|clear"
-    r"|helpful|useful))"
+    r"|(?:i )?hope (?:this|it|that)(?: answer| explanation)? (?:helps?|helped|clears?|clarifies|makes? sense"
+    r"|(?:is|was) (?:correct|right|clear|helpful|useful))"
     r"|any ?time|good luck|have an? (?:great|nice|good|wonderful|lovely)|have fun|enjoy|(?:good)?bye|take care|see you"
-    r"|congratulations|well done|gern(?: geschehen)?|de nada|de rien|不客气)"
+    r"|congratulations|well done|(?:that's )?great to hear|happy (?:learning|studying)"
+    r"|gern(?: geschehen)?|de nada|de rien|不客气)"
 )
 _TO_WHOM = (  # and for what; nothing else may follow a closing
-    r"(?: at all| again| then| too| now| any ?time| so much| things up| clarify| (?:to )?understand| day| evening"
+    r"(?: at all| again| then| too| now| any ?time| so much| things(?: up)?| clarify| (?:to )?understand| day| evening"
     r"| week(?:end)?| (?:it|you|this|that|everything)| your(?: [^\W\d][\w'-]*){1,2}"
     r"| (?:with|for|on|in) (?:it|you|everything|(?:this|that|your|the|my)(?: [^\W\d][\w'-]*){0,2}))*"
 )
 _CLOSES = re.compile(
-    rf"^\W*(?:(?:and|so|ok(?:ay)?|great|sure|perfect|thanks|thank you)\W+)*{_CLOSING}{_TO_WHOM}"
+    rf"^\W*(?:(?:and|so|ok(?:ay)?|great|sure|perfect|of course|thanks|thank you)\W+)*{_CLOSING}{_TO_WHOM}"
     rf"(?:(?:,? and|,) {_CLOSING}{_TO_WHOM}|, [^\W\d]\w*)?\W*$",
     re.IGNORECASE,
 )
@@ -131,10 +153,20 @@ _OF_A_PART = _any_of(  # subjects of which something is stated that is no answer
 )
 _LEADS_TO_BOX = re.compile(  # the end of the text before a box
     r"(?:^|[=,#]|(?:\b(?:is|are|was|be|equals?|to|gets?|obtain|gives?|yields?|have|has|therefore|thus|hence|so|then"
-    r"|find|conclude|that|there|makes?|of|needs?|pays?|earns?|(?:add|simplify|comput|calculat|substitut)ing(?: \w+)?"
+    r"|find|conclude|that|there|makes?|of|needs?|pays?|earns?"
     r"|(?:answer|solution|result|total|value|antwort|ergebnis|l\u00f6sung|respuesta|soluci\u00f3n|r\u00e9ponse)"
     r"(?: final\w*)?|ist|lautet|es|est|sind|son)|[是为]|答案|答えは):?)[\s$\\(\[{*]*$",
     re.IGNORECASE,
+)
+_LABEL = re.compile(  # of a box, before which nothing else stands
+    r"^\W*(?:[^\W\d_][^\W\d_'-]*[ ]){0,5}(?:[^\W\d_\u2e80-\U0010ffff]+|by -?\d+)\s*:[\s$\\(\[{*]*$", re.IGNORECASE
+)
+_NO_LABEL = _any_of(
+    *("i", "we", "he", "she", "they", "people", r"student\w*", r"reject\w*", r"discard\w*", r"exclud\w*"),
+    *(r"ignor\w*", "about", "around", "nearly", "almost", "over", "under", "above", "below", "between", "than", "like"),
+    *("say", "instance", "hint", "note", "format", "given", "input", r"intermediate\w*", "initial", "original", "old"),
+    *(r"mistak\w*", "trap", r"tempt\w*", r"attempt\w*", "option", r"alternative\w*", r"compar\w*", "beispiel"),
+    *("etwa", "ungef\u00e4hr", r"falsch\w*", "ejemplo", "aproximadamente", r"incorrect[ao]", "exemple", "environ"),
 )
 _DENIES = _any_of(
     *("(?:can)?not", r"\w+n't", "maybe", "perhaps", "possibly", "if", "suppose", "might", "could", "may", "least"),
@@ -213,7 +245,7 @@ def _read(reply: str) -> Reading:
             for clause in _CLAUSE.split(sentence):
                 if len(clause) > 4 * LONGEST:  # patterns backtrack over it
                     unsure = True
-                elif _CLOSES.match(clause) or _offers(clause) or not re.search(r"\w", clause):
+                elif not re.search(r"\w", clause) or _CLOSES.match(clause) or _offers(clause, marked or concluded):
                     continue
                 elif (hedged := _HEDGED.match(clause)) is None and (statement := _ANSWER.match(clause)):
                     marked = _marked(statement)
@@ -226,14 +258,18 @@ def _read(reply: str) -> Reading:
 
 
 def _closes(reply: str) -> bool:
-    """Whether a reply only closes the talk: it has a closing, and all else offers."""
+    """Whether a reply only closes the talk: it has a closing, and all else offers or is polite."""
     sentences = [sentence for sentence in _sentences(reply) if re.search(r"\w", sentence)]
     offers = [sentence for sentence in sentences if not _CLOSES.match(sentence)]
     return len(offers) < len(sentences) and all(map(_offers, offers)) and not _NUMBER.search(reply)
 
 
-def _offers(clause: str) -> bool:
-    return _OFFERS.match(clause) is not None and not _RESULT.search(clause)
+def _offers(clause: str, answer: str | None = None) -> bool:
+    """Whether a clause is an offer without a result and without other numbers than the answer's, or polite."""
+    if not (_OFFERS.match(clause) or _POLITE.match(clause)) or _RESULT.search(clause):
+        return False
+    numbers = {_plain(number) for number in _NUMBER.finditer(_COUNTED.sub("", clause))}
+    return numbers <= {_plain(number) for number in _NUMBER.finditer(answer or "")}
 
 
 def _marked(statement: re.Match[str]) -> str | None:
@@ -291,9 +327,14 @@ def _box(sentence: str) -> str | None:
     inner = formula["inner"].strip() if formula else ""
     if inner and not re.search(r"(?<![<>!])=$", inner):
         return None
-    if not (inner or _LEADS_TO_BOX.search(before)):
+    if not (inner or _LEADS_TO_BOX.search(before) or _labels(before)):
         return None
     return rf"{content} \text{{{unit[1]}}}" if unit else content
+
+
+def _labels(before: str) -> bool:
+    """Whether the text before a box is a label that names what is asked for, as "Total cost:"."""
+    return bool(_LABEL.match(before)) and not (_NO_LABEL.search(before) or _OF_A_PART.search(before))
 
 
 def _sentences(reply: str) -> Iterator[str]:

@@ -37,6 +37,14 @@ OFFERS = (
     "Zur Probe: {n} - 0 = {n}.",
     "¿Quieres que lo haga también con {n} cajas?",
     "需要我再算一下{n}个的情况吗？",
+    "If you have any other questions, feel free to ask!",
+    "Please let me know if you'd like a more detailed explanation.",
+    "If you have any further questions, let me know.",
+    "And let me know if anything is unclear.",
+    "If you need more help, just let me know!",
+    "Just let me know. Thank you!",
+    "Hope this makes sense.",
+    "I'm glad I could assist!",
 )
 CONTINUED = (  # behind a statement of n, which then is no longer the answer
     "Since we can sell each one for $2, we get {m} dollars.",
@@ -46,6 +54,11 @@ CONTINUED = (  # behind a statement of n, which then is no longer the answer
     "Next step: apply the discount, giving {m}.",
     "Note that both of them pay, so they pay {m} together.",
     "Remember to include the driver: {m}.",
+    "I will solve it again: we obtain {m}.",
+    "I would work with {m} instead.",
+    "Try this: {m}.",
+    "I'd be happy to help you subtract the tax, leaving you with {m}.",
+    "Happy to explain why {m} is also possible.",
     "Check: f({n}) = 7, but it should be 9, so the number is {m}.",
     "Let me verify. The sum is {m}.",
     "Adding those to the {n} from yesterday makes {m}.",
@@ -54,6 +67,12 @@ CONTINUED = (  # behind a statement of n, which then is no longer the answer
     "Man kann das noch verdoppeln, also {m}.",
     "Podemos duplicarlo y tenemos {m}.",
     "我们可以再算一次，得到{m}。",
+)
+CLOSINGS = (  # replies behind an answer, which stays
+    "You're welcome! If you have any other questions, feel free to ask!",
+    "You're welcome! Please let me know if you need anything else.",
+    "Of course! Glad I could help.",
+    "Great! Good luck!",
 )
 RETRACTED = (  # replies behind an answer
     "You're right, glad you caught it! The tax should be subtracted.",
@@ -319,7 +338,8 @@ def _offer(draw: random.Random, n: Numbers) -> tuple[str, tuple[str, ...], Truth
 
 def _chat(draw: random.Random, n: Numbers) -> tuple[str, tuple[str, ...], Truth]:
     stated, other = draw.choice(("nm", "mn"))
-    end = draw.choice(("You're welcome!", f"Glad to help! See you on page {n[other]}.", f"Sorry, it is {n[stated]}."))
+    ends = ("You're welcome!", f"Glad to help! See you on page {n[other]}.", f"Sorry, it is {n[stated]}.", *CLOSINGS)
+    end = draw.choice(ends)
     return str(n["n"]), (_framed(draw, str(n[stated])), end), "right" if stated == "n" else "wrong"
 
 
